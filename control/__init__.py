@@ -1,0 +1,1 @@
+"""The control side: the pure core, the wire format and the Redis store."""

@@ -1,0 +1,1 @@
+"""What is decided, and nothing else. Pure: no IO, no clock, no randomness anywhere below this package."""
