@@ -12,7 +12,7 @@ from hashlib import blake2b
 
 from msgspec import Struct
 
-from control.core.fence import Fence  # noqa: TC001  msgspec reads the annotations at run time
+from control.core.fence import Fence
 
 KEEP_ANSWERS = 256
 KEEP_MS = 60_000

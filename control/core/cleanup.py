@@ -14,7 +14,7 @@ from zlib import crc32
 from msgspec import Struct
 from msgspec.structs import replace
 
-from control.core.fence import Fence  # noqa: TC001  msgspec reads the annotations at run time
+from control.core.fence import Fence
 
 
 class CleanupKind(StrEnum):

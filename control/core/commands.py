@@ -10,7 +10,7 @@ from typing import Any
 
 from msgspec import Struct
 
-from control.core.fence import Fence  # noqa: TC001  msgspec reads the annotations at run time
+from control.core.fence import Fence
 
 
 class Command(Struct, frozen=True, kw_only=True):

@@ -9,10 +9,10 @@ from __future__ import annotations
 
 from msgspec import Struct
 
-from control.core.answers import Answered  # noqa: TC001  msgspec reads the annotations at run time
-from control.core.fence import Fence  # noqa: TC001
-from control.core.replies import Lifecycle, Reply  # noqa: TC001
-from control.core.session import Debt, Session  # noqa: TC001
+from control.core.answers import Answered
+from control.core.fence import Fence
+from control.core.replies import Lifecycle, Reply
+from control.core.session import Debt, Session
 
 
 class Answer(Struct, frozen=True):

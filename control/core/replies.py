@@ -10,7 +10,7 @@ from typing import Any
 
 from msgspec import Struct
 
-from control.core.fence import Fence  # noqa: TC001  msgspec reads the annotations at run time
+from control.core.fence import Fence
 
 FIRST_STAGE = 0
 
@@ -86,9 +86,7 @@ class ResumeDetail(Struct, frozen=True, kw_only=True):
     lease_generation: int
 
 
-Detail = (
-    OpenDetail | AppendDetail | LocalAppendDetail | SignalDetail | CloseDetail | TouchDetail | ResumeDetail
-)
+Detail = OpenDetail | AppendDetail | LocalAppendDetail | SignalDetail | CloseDetail | TouchDetail | ResumeDetail
 
 
 class Reply(Struct, frozen=True, kw_only=True):

@@ -17,10 +17,10 @@ from enum import IntEnum
 from msgspec import Struct
 
 from control.core import lease as leases
-from control.core.cleanup import Cleanup  # noqa: TC001  msgspec reads the annotations at run time
+from control.core.cleanup import Cleanup
 from control.core.fence import MAX_COMPONENT, Fence
 from control.core.lease import Lease
-from control.core.requests import Request  # noqa: TC001
+from control.core.requests import Request
 
 # Above every epoch: nothing may be submitted, forwarded or published any more.
 FLOOR_CLOSED = MAX_COMPONENT + 1

@@ -27,7 +27,7 @@ PROTOCOL = 1
 _JSON_BRACE = ord("{")
 
 
-class Unreadable(Exception):  # noqa: N818  the name says what the bytes are
+class Unreadable(Exception):
     """Nothing that could be answered: the reason, for the dead letter."""
 
 
@@ -138,7 +138,7 @@ def decode_command(body: bytes, payload: bytes | None = None, limits: Limits = L
         return _malformed(_header_of(decoded), refusal.code, str(refusal), limits)
 
 
-class _Refused(Exception):  # noqa: N818
+class _Refused(Exception):
     def __init__(self, code: Code, message: str) -> None:
         super().__init__(message)
         self.code = code
@@ -190,21 +190,15 @@ def _received(body: Any, payload: bytes | None, limits: Limits, *, json: bool) -
             return Received(c.Resume(**common))
 
 
-def _append(
-    body: _Append, common: dict[str, Any], payload: bytes | None, limits: Limits, *, json: bool
-) -> Received:
+def _append(body: _Append, common: dict[str, Any], payload: bytes | None, limits: Limits, *, json: bool) -> Received:
     inline = None
     if payload is None:
         inline = _inline_payload(body, json=json)
     elif body.payload is not UNSET or body.payload_b64 is not UNSET:
-        raise _Refused(
-            Code.INVALID_ARGUMENT, "$.payload: the entry has a field p as well; send the payload once"
-        )
+        raise _Refused(Code.INVALID_ARGUMENT, "$.payload: the entry has a field p as well; send the payload once")
     size = len(payload if payload is not None else inline or b"")
     if size > limits.payload_bytes:
-        raise _Refused(
-            Code.PAYLOAD_TOO_LARGE, f"$.payload: it has {size} bytes, {limits.payload_bytes} are allowed"
-        )
+        raise _Refused(Code.PAYLOAD_TOO_LARGE, f"$.payload: it has {size} bytes, {limits.payload_bytes} are allowed")
     if body.operation_id is not None:
         wrong = _find_id_fault(body.operation_id, limits.control_id_bytes)
         if wrong is not None:
@@ -225,9 +219,7 @@ def _append(
 def _inline_payload(body: _Append, *, json: bool) -> bytes:
     if body.payload_b64 is not UNSET:
         if not json or body.payload is not UNSET:
-            raise _Refused(
-                Code.INVALID_ARGUMENT, "$.payload_b64: only a JSON body has it, and in place of payload"
-            )
+            raise _Refused(Code.INVALID_ARGUMENT, "$.payload_b64: only a JSON body has it, and in place of payload")
         try:
             return msgspec.msgpack.encode(b64decode(body.payload_b64, validate=True))
         except (binascii.Error, ValueError) as error:
@@ -292,9 +284,7 @@ def _find_id_fault(text: str, limit_bytes: int) -> str | None:
     """What is wrong with an id, or None."""
     if not text:
         return "it is empty"
-    if len(text) > limit_bytes or (
-        not text.isascii() and len(text.encode("utf-8", "surrogatepass")) > limit_bytes
-    ):
+    if len(text) > limit_bytes or (not text.isascii() and len(text.encode("utf-8", "surrogatepass")) > limit_bytes):
         return f"it has more than {limit_bytes} bytes"
     if not text.isprintable() and any(unicodedata.category(char) in {"Cc", "Cs"} for char in text):
         return "it has a control character or half a surrogate pair"

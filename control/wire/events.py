@@ -11,7 +11,7 @@ from typing import Any
 import msgspec
 from msgspec import Struct
 
-from control.core.fence import Fence  # noqa: TC001  msgspec reads the annotations at run time
+from control.core.fence import Fence
 
 REPLY, OUTPUT, LIFECYCLE = "reply", "output", "lifecycle"
 

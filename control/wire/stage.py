@@ -14,7 +14,7 @@ import msgspec
 from msgspec import Struct
 
 from control.core import commands as c
-from control.core.fence import Fence  # noqa: TC001  msgspec reads the annotations at run time
+from control.core.fence import Fence
 from control.wire.commands import Unreadable
 
 
@@ -42,7 +42,7 @@ class SubmissionOrder(Struct, frozen=True, array_like=True):
 
 
 class AbortOrder(Struct, frozen=True, array_like=True):
-    """The requests of `epochs` must go. `after`: every submission up to this revision was queued before the abort."""
+    """The requests of `epochs` must go. The entry's field `a` is the last submission that was unread before it."""
 
     session_id: str
     incarnation: int
@@ -50,7 +50,6 @@ class AbortOrder(Struct, frozen=True, array_like=True):
     number: int
     attempt: int
     epochs: tuple[int, ...]
-    after: int
 
 
 class AcceptedAck(Struct, frozen=True, array_like=True, tag=1):

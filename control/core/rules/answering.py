@@ -74,9 +74,7 @@ def refusal(scene: Scene, session: Session, command: Command, rejection: Rejecti
     )
 
 
-def owed_answer(
-    scene: Scene, session: Session, owed: OwedReply, rejection: Rejection | None = None
-) -> Answer:
+def owed_answer(scene: Scene, session: Session, owed: OwedReply, rejection: Rejection | None = None) -> Answer:
     """The answer to a cancel or a close with its cleanup's outcome."""
     detail: Detail | None = None
     if rejection is None:
@@ -122,9 +120,7 @@ def answer(
     if code in RETRYABLE or (code is not None and not known):
         return Answer(reply)
     key = digest(control_id)
-    return Answer(
-        reply, Answered(key, op, code, scene.now_ms, accepted_fence, generation, numbers, operation)
-    )
+    return Answer(reply, Answered(key, op, code, scene.now_ms, accepted_fence, generation, numbers, operation))
 
 
 def refuse_malformed(scene: Scene, session: Session, command: Malformed) -> Decision:
@@ -161,9 +157,7 @@ def stale_message(session: Session, session_id: str, fence: Fence) -> str:
 
 def closing_message(session: Session, session_id: str) -> str:
     """Why a closing session takes nothing more."""
-    return (
-        f"session {session_id!r} is closing ({session.lease.terminal_reason}); open it anew once it is closed"
-    )
+    return f"session {session_id!r} is closing ({session.lease.terminal_reason}); open it anew once it is closed"
 
 
 def _spell(fence: Fence) -> str:
@@ -207,15 +201,11 @@ def _is_under_way(session: Session, control_id: str) -> bool:
 def replay(scene: Scene, session: Session, command: Command, answered: Answered) -> Reply:
     """The reply that the command has had, built again from the command and the few numbers that were kept."""
     if answered.code is not None:
-        return _again(
-            command, answered, None, Code(answered.code), "answered before: this is the same refusal again"
-        )
+        return _again(command, answered, None, Code(answered.code), "answered before: this is the same refusal again")
     return _again(command, answered, _detail_again(scene, session, command, answered), None, "")
 
 
-def _again(
-    command: Command, answered: Answered, detail: Detail | None, code: Code | None, message: str
-) -> Reply:
+def _again(command: Command, answered: Answered, detail: Detail | None, code: Code | None, message: str) -> Reply:
     return Reply(
         control_id=command.control_id,
         op=op_of(command),
@@ -240,9 +230,7 @@ def _detail_again(scene: Scene, session: Session, command: Command, answered: An
                 implementation_level=session.implementation_level,
                 session_mode=command.session_mode,
                 scheduler_request_context=policy,
-                request_id=request_id(command.session_id, fence.incarnation, fence.epoch, 0)
-                if policy
-                else None,
+                request_id=request_id(command.session_id, fence.incarnation, fence.epoch, 0) if policy else None,
             )
         case Append():
             seq, turn_seq = answered.numbers

@@ -83,9 +83,7 @@ def note_accepted(scene: Scene, session: Session, event: Accepted) -> Decision:
     # A cancel may have gone further within this epoch meanwhile (S84); the fence never moves back.
     fence = under_way.fence if is_acceptable(session.fence, under_way.fence) else session.fence
     session, effects = advance(scene, session, fence, CleanupKind.EPOCH)
-    session = replace(
-        session, input_seq=under_way.seq, input_turn_seq=under_way.turn_seq, turn_key=under_way.fence.key
-    )
+    session = replace(session, input_seq=under_way.seq, input_turn_seq=under_way.turn_seq, turn_key=under_way.fence.key)
     detail = append_detail(scene, session, under_way.fence, under_way.mode, under_way.seq, under_way.turn_seq)
     reply = answer(
         scene,
@@ -110,9 +108,7 @@ def note_rejected(scene: Scene, session: Session, event: Rejected) -> Decision:
     requests = session.requests
     if under_way.first:
         requests = ledger.put(requests, ledger.reserve(under_way.fence))
-    session = replace(
-        session, append=None, requests=requests, lease=leases.touch(session.lease, scene.now_ms)
-    )
+    session = replace(session, append=None, requests=requests, lease=leases.touch(session.lease, scene.now_ms))
     code = Code(event.code) if event.code in CODES else Code.FAILED_PRECONDITION
     reply = answer(
         scene,
@@ -206,9 +202,7 @@ def _count_locally(scene: Scene, session: Session, command: Append, seq: int, tu
         command,
         append_detail(scene, session, command.fence, command.mode, seq, turn_seq),
         numbers=(seq, turn_seq),
-        operation=_operation(
-            command.operation_id, command.fence, command.mode, command.final, command.payload_digest
-        ),
+        operation=_operation(command.operation_id, command.fence, command.mode, command.final, command.payload_digest),
     )
     return Decision(session, (*effects, reply))
 
@@ -282,9 +276,7 @@ def _operation(
 
 def _bind(request: Request, under_way: AppendUnderWay) -> Request:
     fence = under_way.fence
-    return replace(
-        request, generation=under_way.generation, turn_id=fence.turn_id, response_seq=fence.response_seq
-    )
+    return replace(request, generation=under_way.generation, turn_id=fence.turn_id, response_seq=fence.response_seq)
 
 
 def _is_this(session: Session, under_way: AppendUnderWay, incarnation: int, number: int) -> bool:

@@ -85,11 +85,7 @@ def fail_request(scene: Scene, session: Session, event: RequestFailed) -> Decisi
     failed before: then the stage could neither stop the request nor keep it, and the session ends as in the reference.
     """
     request = ledger.find(session.requests, event.epoch)
-    if (
-        event.incarnation != session.fence.incarnation
-        or request is None
-        or event.worker_id not in session.route
-    ):
+    if event.incarnation != session.fence.incarnation or request is None or event.worker_id not in session.route:
         return Decision(session)
     if request.phase is RequestPhase.CLEANING:
         pending = cleanups.find_covering(session.cleanups, event.epoch)
@@ -123,9 +119,7 @@ def look_at_clock(scene: Scene, session: Session, event: Due) -> Decision:
         due = cleanup
         if event.may_expire and any(owed.deadline_ms <= now_ms for owed in cleanup.owed):
             late = tuple(owed for owed in cleanup.owed if owed.deadline_ms <= now_ms)
-            due = replace(
-                cleanup, owed=tuple(owed for owed in cleanup.owed if owed.deadline_ms > now_ms), failed=True
-            )
+            due = replace(cleanup, owed=tuple(owed for owed in cleanup.owed if owed.deadline_ms > now_ms), failed=True)
             session = replace(session, cleanups=cleanups.put(session.cleanups, due))
             rejection = Rejection(
                 Code.TIMEOUT,

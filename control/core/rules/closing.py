@@ -48,9 +48,7 @@ def cancel_closing(scene: Scene, session: Session, command: Cancel) -> Decision:
     epochs = tuple(
         request.epoch
         for request in session.requests
-        if request.phase is RequestPhase.CLEANING
-        and request.key == command.fence.key
-        and request.epoch not in asked
+        if request.phase is RequestPhase.CLEANING and request.key == command.fence.key and request.epoch not in asked
     )
     if not epochs:
         session = configure(scene, session, command.session_config, command.runtime_config)
@@ -70,9 +68,7 @@ def update_closing(scene: Scene, session: Session, command: Update) -> Decision:
     except (TypeError, ValueError) as error:
         return refused(scene, session, command, Code.INVALID_ARGUMENT, f"$.runtime_config: {error}")
     session = _move(session, command.fence)
-    return refused(
-        scene, session, command, Code.FAILED_PRECONDITION, closing_message(session, command.session_id)
-    )
+    return refused(scene, session, command, Code.FAILED_PRECONDITION, closing_message(session, command.session_id))
 
 
 def ask_again(scene: Scene, session: Session, event: RequestFailed) -> Decision:

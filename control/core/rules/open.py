@@ -142,9 +142,7 @@ def close_while_opening(scene: Scene, session: Session, command: Close) -> Decis
     decision = _give_up(
         scene,
         session,
-        Rejection(
-            Code.FAILED_PRECONDITION, f"session {command.session_id!r} was closed while it was opening"
-        ),
+        Rejection(Code.FAILED_PRECONDITION, f"session {command.session_id!r} was closed while it was opening"),
         Ended(session.fence.incarnation, scene.now_ms),
     )
     gone = decision.session or session
@@ -200,9 +198,7 @@ def _opened(scene: Scene, session: Session) -> Decision:
     return Decision(
         session,
         (
-            Announce(
-                Lifecycle(event=replies.OPENED, session_id=scene.session_id, fence=fence, lease_generation=0)
-            ),
+            Announce(Lifecycle(event=replies.OPENED, session_id=scene.session_id, fence=fence, lease_generation=0)),
             answer(scene, session, "open", control_id, fence, detail=detail),
         ),
     )
@@ -216,16 +212,12 @@ def _choose_again(scene: Scene, session: Session, refused_by: str) -> Decision:
         return _give_up(scene, session, Rejection(Code.RESOURCE_EXHAUSTED, full), session.ended)
     route = scene.choose_route() if attempt <= scene.settings.placement_attempts else None
     if route is None:
-        return _give_up(
-            scene, session, Rejection(Code.RESOURCE_EXHAUSTED, _no_slot(scene.session_id)), session.ended
-        )
+        return _give_up(scene, session, Rejection(Code.RESOURCE_EXHAUSTED, _no_slot(scene.session_id)), session.ended)
     retry_at_ms = scene.now_ms + scene.settings.placement_retry_ms
     holders = (*route, ADMISSION) if scene.settings.limit_sessions else route
     # A worker that was asked before and isn't on the new route may have given a slot: that is owed back.
     left = tuple(
-        Debt(holder, session.fence.incarnation, retry_at_ms)
-        for holder in session.holders
-        if holder not in holders
+        Debt(holder, session.fence.incarnation, retry_at_ms) for holder in session.holders if holder not in holders
     )
     again = replace(
         session,
@@ -242,9 +234,7 @@ def _give_up(scene: Scene, session: Session, rejection: Rejection, ended: Ended 
     gone = leave(scene, session, ended)
     effects: tuple[Answer | Pay, ...] = ()
     if session.opening is not None:
-        effects = (
-            answer(scene, gone, "open", session.opening.control_id, session.fence, rejection=rejection),
-        )
+        effects = (answer(scene, gone, "open", session.opening.control_id, session.fence, rejection=rejection),)
     pay = (Pay(gone.debts),) if gone.debts else ()
     return Decision(gone, (*effects, *pay))
 

@@ -178,9 +178,7 @@ def end(
     return finish(scene, session, owed, (*effects, *released))
 
 
-def finish(
-    scene: Scene, session: Session, owed: tuple[OwedReply, ...], effects: tuple[Effect, ...]
-) -> Decision:
+def finish(scene: Scene, session: Session, owed: tuple[OwedReply, ...], effects: tuple[Effect, ...]) -> Decision:
     """Nothing is registered any more: answer, announce the one terminal event (I10), owe the slots back (I9)."""
     reason = session.lease.terminal_reason
     terminal = replies.EXPIRED if reason in leases.EXPIRY_REASONS else replies.CLOSED
@@ -214,11 +212,7 @@ def announce(scene: Scene, session: Session, event: str, reason: str | None = No
 def confirm_cleanup(scene: Scene, session: Session, event: Cleaned) -> Decision:
     """a stage worker holds nothing of the cleanup any more. A late or repeated word finds nothing to do."""
     cleanup = cleanups.find(session.cleanups, event.number)
-    if (
-        cleanup is None
-        or event.incarnation != session.fence.incarnation
-        or event.worker_id not in cleanup.waiting
-    ):
+    if cleanup is None or event.incarnation != session.fence.incarnation or event.worker_id not in cleanup.waiting:
         return Decision(session)
     return settle(scene, session, cleanups.confirm(cleanup, event.worker_id))
 

@@ -37,9 +37,7 @@ if TYPE_CHECKING:
     from control.core.session import Session
 
 
-def advance(
-    scene: Scene, session: Session, fence: Fence, kind: CleanupKind, owed: tuple[OwedReply, ...] = ()
-) -> Step:
+def advance(scene: Scene, session: Session, fence: Fence, kind: CleanupKind, owed: tuple[OwedReply, ...] = ()) -> Step:
     """Accept `fence`. A higher epoch interrupts: older requests are cleaned up, an older append under way ends.
 
     `owed` is answered with that cleanup's outcome; where there is nothing to clean up, the caller sees no `Abort`.
@@ -149,9 +147,7 @@ def owed_cancel(scene: Scene, command: Cancel) -> OwedReply:
     )
 
 
-def find_cancel_refusal(
-    scene: Scene, session: Session, command: Cancel, next_fence: Fence
-) -> tuple[Code, str] | None:
+def find_cancel_refusal(scene: Scene, session: Session, command: Cancel, next_fence: Fence) -> tuple[Code, str] | None:
     fence = command.fence
     incarnation = session.fence.incarnation
     if fence.incarnation != incarnation or next_fence.incarnation != incarnation:

@@ -1,0 +1,120 @@
+"""Every key that Bargein has in Redis, in one place: name, type, lifetime, who writes it.
+
+Responsible for names only. A partition's keys share the hash tag `{<p>}`, so that one script can change them together
+on Redis Cluster as well; a stage worker's own keys share `{w:<id>}`. Only `config`, `commands` and `events` are for
+producers; the rest is the project's own and may change with the stored layout's version.
+
+| key | type | what | written by | lives |
+|---|---|---|---|---|
+| `bargein:config` | hash | `protocol`, `partitions`, `layout` | the first process | for ever |
+| `bargein:controls` | zset | control worker id -> alive until (ms) | control workers | while any runs |
+| `bargein:ownership` | stream | hints that ownership may move now | control workers | 16 entries |
+| `bargein:stages` | hash | stage worker id -> stage, capacity, engine | stage workers | until its life is over |
+| `bargein:{w:<id>}` | hash | `state`, `beat`, `capacity`, load figures | that stage worker; `dead`: an owner | an hour past the end |
+| `bargein:{w:<id>}:slots` | hash | session id -> `<incarnation> <token number>` | owners | as above |
+| `bargein:{admission}:slots` | hash | the same for the limit of sessions | owners | while held |
+| `bargein:{p}:owner` | hash | `token`, `number`, `holder`, `until_ms`, `revision` | owners | for ever |
+| `bargein:{p}:commands` | stream | what producers want | producers; deleted by the commit | until applied |
+| `bargein:{p}:acks` | stream | what stages and jobs say | stage workers; deleted by the commit | until applied |
+| `bargein:{p}:dead` | stream | entries that nobody could answer | owner | 10,000 entries |
+| `bargein:{p}:sessions` | hash | session id -> state | owner | an hour past the session's end |
+| `bargein:{p}:fences` | hash | session id -> what scripts check | owner | while open or closing |
+| `bargein:{p}:cleanups` | hash | session id -> pending cleanups | owner | until confirmed |
+| `bargein:{p}:deadlines` | zset | session id -> due (ms), never later than the true time | owner | with the session |
+| `bargein:{p}:marks` | hash | session id -> event count, bytes, trim marks | owner, publish | while open or closing |
+| `bargein:{p}:heard` | hash | session id -> last delivered output (ms) | publish | while open or closing |
+| `bargein:{p}:outputs` | hash | request id -> last output number | publish | until released |
+| `bargein:{p}:fenced` | set | stage workers whose life is over | owner | a day past the end |
+| `bargein:{p}:strangers` | zset | session ids without a session -> their events' end (ms) | owner | a minute |
+| `bargein:{p}:events:<session>` | stream | what the session's listener reads | owner, publish | 5 minutes past the end |
+| `bargein:{p}:answers:<session>` | list | what was answered, oldest first | owner | 5 minutes past the end |
+| `bargein:{p}:submissions:<worker>` | stream | input for that life of a stage worker | owner, publish | that life |
+| `bargein:{p}:aborts:<worker>` | stream | what that life has to stop | owner | that life |
+"""
+
+from __future__ import annotations
+
+from zlib import crc32
+
+PREFIX = "bargein"
+
+CONFIG = f"{PREFIX}:config"
+CONTROLS = f"{PREFIX}:controls"
+OWNERSHIP = f"{PREFIX}:ownership"
+STAGES = f"{PREFIX}:stages"
+ADMISSION_SLOTS = f"{PREFIX}:{{admission}}:slots"
+# The limit of sessions has no life of its own to check; the script finds an empty hash there.
+ADMISSION_STATE = f"{PREFIX}:{{admission}}"
+
+
+def partition_of(session_id: str, partitions: int) -> int:
+    """The partition that a session belongs to for good."""
+    return crc32(session_id.encode()) % partitions
+
+
+def worker_state(worker_id: str) -> str:
+    """A stage worker's own record."""
+    return f"{PREFIX}:{{w:{worker_id}}}"
+
+
+def worker_slots(worker_id: str) -> str:
+    """Who holds a slot at a stage worker."""
+    return f"{PREFIX}:{{w:{worker_id}}}:slots"
+
+
+class PartitionKeys:
+    """The keys of one partition."""
+
+    __slots__ = (
+        "_events",
+        "_stem",
+        "acks",
+        "cleanups",
+        "commands",
+        "dead",
+        "deadlines",
+        "fenced",
+        "fences",
+        "heard",
+        "marks",
+        "outputs",
+        "owner",
+        "partition",
+        "sessions",
+        "strangers",
+    )
+
+    def __init__(self, partition: int) -> None:
+        """`partition`: 0 to the number of partitions less one."""
+        self.partition = partition
+        self._stem = stem = f"{PREFIX}:{{{partition}}}:"
+        self._events = stem + "events:"
+        self.owner = stem + "owner"
+        self.commands = stem + "commands"
+        self.acks = stem + "acks"
+        self.dead = stem + "dead"
+        self.sessions = stem + "sessions"
+        self.fences = stem + "fences"
+        self.cleanups = stem + "cleanups"
+        self.deadlines = stem + "deadlines"
+        self.marks = stem + "marks"
+        self.heard = stem + "heard"
+        self.outputs = stem + "outputs"
+        self.fenced = stem + "fenced"
+        self.strangers = stem + "strangers"
+
+    def events(self, session_id: str) -> str:
+        """The session's one stream for its listener."""
+        return self._events + session_id
+
+    def answers(self, session_id: str) -> str:
+        """The session's memory of answers."""
+        return f"{self._stem}answers:{session_id}"
+
+    def submissions(self, worker_id: str) -> str:
+        """The worker's input queue for this partition's sessions."""
+        return f"{self._stem}submissions:{worker_id}"
+
+    def aborts(self, worker_id: str) -> str:
+        """The worker's abort queue for this partition's sessions; read first."""
+        return f"{self._stem}aborts:{worker_id}"

@@ -1,0 +1,78 @@
+"""The server as a whole: is it one that Bargein can trust, and which partitions does it have.
+
+Responsible for refusing a server that would lose state silently, and for `bargein:config`. Talks to Redis. Says no with
+`Unusable`, whose message says what to do.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+from redis.exceptions import AuthenticationError, NoPermissionError, ResponseError
+
+from control.store import keys
+from control.store.link import LOST
+from control.wire.commands import PROTOCOL
+
+if TYPE_CHECKING:
+    from redis.asyncio import Redis
+
+OLDEST = (7, 0)
+LAYOUT = 1
+
+
+class Unusable(Exception):
+    """The server can't be used as it is: the message says why and what to do."""
+
+
+async def check_server(redis: Redis, url: str) -> dict[str, Any]:
+    """The server's INFO. Raises `Unusable`: out of reach, credentials refused, too old, or free to evict keys."""
+    where = _public(url)
+    try:
+        info: dict[str, Any] = await redis.info()
+    except (AuthenticationError, NoPermissionError) as error:
+        raise Unusable(f"Redis at {where} refuses the credentials: {error}. Check the user and password") from error
+    except ResponseError as error:
+        raise Unusable(f"Redis at {where} answers INFO with: {error}") from error
+    except LOST as error:
+        raise Unusable(
+            f"Redis at {where} can't be reached: {error}. Start it, or set BARGEIN_REDIS_URL; "
+            "`bargein up` brings one along"
+        ) from error
+    version = str(info.get("redis_version", "0"))
+    if tuple(int(part) for part in version.split(".")[:2]) < OLDEST:
+        raise Unusable(f"Redis at {where} is version {version}; 7.0 or later is needed (or any Valkey)")
+    policy = info.get("maxmemory_policy")
+    if policy not in (None, "noeviction"):
+        raise Unusable(
+            f"Redis at {where} may evict keys (maxmemory-policy {policy}), so sessions and pending cleanups could "
+            "vanish. Set it: CONFIG SET maxmemory-policy noeviction"
+        )
+    return info
+
+
+async def agree_on_config(redis: Redis, partitions: int) -> None:
+    """Write `bargein:config` if nobody has, else compare. Raises `Unusable` on a mismatch."""
+    wanted = {"protocol": PROTOCOL, "partitions": partitions, "layout": LAYOUT}
+    async with redis.pipeline(transaction=True) as pipe:
+        for field, value in wanted.items():
+            pipe.hsetnx(keys.CONFIG, field, str(value))
+        pipe.hgetall(keys.CONFIG)
+        found: dict[Any, Any] = (await pipe.execute())[-1]
+    stored = {_text(field): int(value) for field, value in found.items()}
+    for field, value in wanted.items():
+        if stored.get(field) != value:
+            raise Unusable(
+                f"{keys.CONFIG} says {field} = {stored.get(field)}, this process is set to {value}. "
+                "All processes of one Redis use the same; stored sessions don't move by themselves"
+            )
+
+
+def _public(url: str) -> str:
+    """The address without the credentials."""
+    scheme, _, rest = url.rpartition("://")
+    return f"{scheme}://{rest.rpartition('@')[2]}" if scheme else rest.rpartition("@")[2]
+
+
+def _text(value: bytes | str) -> str:
+    return value.decode() if isinstance(value, bytes) else value

@@ -1,0 +1,40 @@
+"""Slots: who holds one at which stage worker, and at the limit of sessions.
+
+Responsible for the arguments of `lua/slot.lua`. Leaves the choice of workers to the core, and when to ask to the owner,
+only after the commit that records it. Talks to Redis. Keeps I9; a lower token changes nothing (S75).
+"""
+
+from __future__ import annotations
+
+from enum import IntEnum
+from typing import TYPE_CHECKING, Any
+
+from control.core.scene import ADMISSION
+from control.store import keys
+from control.store.scripts import Script, script
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+
+class Slot(IntEnum):
+    """What the script answers; it has the same numbers."""
+
+    DONE = 0
+    FULL = 1
+    GONE = 2
+    DRAINING = 3
+    DEPOSED = 4
+
+
+def slot_call(
+    what: str, holder: str, session_id: str, incarnation: int, token_number: int, max_sessions: int | None
+) -> tuple[Script, Sequence[str], Sequence[Any]]:
+    """A call for `Link.run_all`. `what`: take or free."""
+    if holder == ADMISSION:
+        names = (keys.ADMISSION_STATE, keys.ADMISSION_SLOTS)
+        limit: int | str = max_sessions or 0
+    else:
+        names = (keys.worker_state(holder), keys.worker_slots(holder))
+        limit = ""
+    return script("slot"), names, (what, session_id, incarnation, token_number, limit)

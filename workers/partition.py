@@ -1,0 +1,365 @@
+"""One partition in its owner's memory: sessions, what they have answered, who waits, and what is due.
+
+Responsible for feeding the core in the right order and gathering its decisions into one commit: appends wait their
+turn, cancels overtake them (I5, I11), a repeated command has one effect (I4). Leaves reading, loading and committing to
+`control.py`. Pure: no IO, no clock of its own. What it knows holds only while its commits succeed; after a refused or
+unresolved one the whole object is thrown away and the partition read again.
+"""
+
+from __future__ import annotations
+
+import heapq
+import logging
+from collections import deque
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
+
+from control.core import commands as c
+from control.core import effects as e
+from control.core.answers import Answers
+from control.core.rejections import Code
+from control.core.rules.answering import refused
+from control.core.scene import Scene, Settings
+from control.core.session import NOBODY, Phase, Session, find_due_ms
+from control.core.transitions import step
+from control.store.commits import COMMANDS_KEY, Batch, PayloadSource, has_life
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterable
+
+    from control.core.answers import Answered
+    from control.core.fence import Fence
+    from control.store.keys import PartitionKeys
+    from control.wire.commands import Received
+    from control.wire.limits import Limits
+
+log = logging.getLogger("bargein.partition")
+
+# A deadline that may not fire yet is looked at again after this.
+LOOK_AGAIN_MS = 250
+
+
+@dataclass(slots=True)
+class Waiting:
+    """A command that stays in the stream until its session is ready for it."""
+
+    entry_id: str
+    command: c.Command
+    payload: bytes | None
+    entered_ms: int
+
+
+@dataclass(slots=True)
+class Known:
+    """A session in memory. `session` is None where nothing lives and nothing is remembered."""
+
+    session: Session | None
+    answers: Answers
+    waiting: deque[Waiting] = field(default_factory=deque[Waiting])
+    waiting_bytes: int = 0
+
+
+class Partition:
+    """The decisions of one partition."""
+
+    def __init__(
+        self,
+        keys: PartitionKeys,
+        settings: Settings,
+        limits: Limits,
+        choose_route: Callable[[], tuple[str, ...] | None],
+        *,
+        operation_limit: int = 256,
+    ) -> None:
+        """`choose_route` is asked once for every session that opens."""
+        self.keys = keys
+        self._settings = settings
+        self._limits = limits
+        self._choose_route = choose_route
+        self._operation_limit = operation_limit
+        self._known: dict[str, Known] = {}
+        self._due_ms: dict[str, int] = {}
+        self._due: list[tuple[int, str]] = []
+        self._batch = Batch(keys)
+        self._replied: set[str] = set()
+        self._reopening: list[str] = []
+
+    # ---- what is known
+
+    def index(self, deadlines: Iterable[tuple[str, int]]) -> None:
+        """At a takeover: when each session is due (ms), as stored."""
+        for session_id, due_ms in deadlines:
+            self._arm(session_id, due_ms)
+
+    def is_known(self, session_id: str) -> bool:
+        """Whether the session was loaded, be it as nothing."""
+        return session_id in self._known
+
+    def learn(self, session_id: str, session: Session | None, answers: list[Answered]) -> None:
+        """A session as it is stored."""
+        self._known[session_id] = Known(session, Answers(answers, operation_limit=self._operation_limit))
+
+    def find(self, session_id: str) -> Session | None:
+        """The session in memory, if there is one."""
+        known = self._known.get(session_id)
+        return None if known is None else known.session
+
+    @property
+    def waiting(self) -> int:
+        """How many commands wait for their session."""
+        return sum(len(known.waiting) for known in self._known.values())
+
+    def __len__(self) -> int:
+        """How many sessions are in memory."""
+        return len(self._known)
+
+    # ---- inputs
+
+    def take_command(self, entry_id: str, received: Received, entered_ms: int, now_ms: int) -> None:
+        """A producer's command. Its session is known."""
+        command = received.command
+        known = self._known[command.session_id]
+        waiting = Waiting(entry_id, command, received.payload, entered_ms)
+        if isinstance(command, c.Open) and self._batch.has_ended(command.session_id):
+            # One commit can't hold the end of a life and the beginning of the next.
+            self._reopening.append(command.session_id)
+            self._park(known, waiting, now_ms)
+            return
+        ordered = isinstance(command, c.Append | c.Update)
+        if known.waiting and self._is_waiting_twice(known, command):
+            # Sent again while it waits: its one answer is still to come.
+            self._batch.done(COMMANDS_KEY, entry_id)
+            return
+        if ordered and known.waiting:
+            self._park(known, waiting, now_ms)
+            return
+        if self._handle(known, waiting, now_ms):
+            self._resume(known, command.session_id, now_ms)
+        else:
+            self._park(known, waiting, now_ms)
+
+    def take_ack(self, stream: int, entry_id: str, session_id: str, event: c.Event, now_ms: int) -> None:
+        """A stage's or a job's word about a session. Its session is known."""
+        self._batch.done(stream, entry_id)
+        self.tell(session_id, event, now_ms)
+
+    def tell(self, session_id: str, event: c.Event, now_ms: int) -> None:
+        """An event that no stream carries: placement, time, a lost stage. Its session is known."""
+        known = self._known[session_id]
+        self._apply(known, session_id, self._decide(known, session_id, event, now_ms))
+        self._resume(known, session_id, now_ms)
+
+    def bury(self, stream: int, entry_id: str, reason: str) -> None:
+        """An entry that can't be answered."""
+        self._batch.bury(stream, entry_id, reason)
+
+    def fence_worker(self, worker_id: str) -> None:
+        """Nothing that this life of a stage worker says counts from the next commit on."""
+        self._batch.fence_worker(worker_id)
+
+    # ---- time
+
+    def next_due_ms(self) -> int | None:
+        """When time has something to say, at the earliest."""
+        while self._due and self._due_ms.get(self._due[0][1]) != self._due[0][0]:
+            heapq.heappop(self._due)
+        return self._due[0][0] if self._due else None
+
+    def due_items(self) -> list[tuple[str, int]]:
+        """Every session that has a due time, with it."""
+        return list(self._due_ms.items())
+
+    def pop_due(self, now_ms: int, most: int) -> list[str]:
+        """Up to `most` sessions whose time has come. Each must then be given `look`."""
+        due: list[str] = []
+        while len(due) < most:
+            first = self.next_due_ms()
+            if first is None or first > now_ms:
+                break
+            due.append(heapq.heappop(self._due)[1])
+            # Not armed any more, but still stored as due: a new owner would look again.
+            self._due_ms.pop(due[-1], None)
+        return due
+
+    def look(self, session_id: str, output_ms: int, now_ms: int, *, may_expire: bool) -> None:
+        """Time has come for a session. `output_ms`: its last delivered output, 0 if none."""
+        known = self._known[session_id]
+        event = c.Due(output_ms, may_expire)
+        self._apply(known, session_id, self._decide(known, session_id, event, now_ms), looked=True)
+        self._resume(known, session_id, now_ms)
+        due_ms = self._due_ms.get(session_id)
+        if due_ms is not None and due_ms <= now_ms:
+            self._arm(session_id, now_ms + LOOK_AGAIN_MS)
+
+    # ---- the batch
+
+    @property
+    def has_more(self) -> bool:
+        """Whether commands are waiting that need only the next batch."""
+        return bool(self._reopening)
+
+    def reopen(self, now_ms: int) -> None:
+        """Let the opens go on that had to wait for the commit of their id's former end."""
+        again, self._reopening = self._reopening, []
+        for session_id in again:
+            self._resume(self._known[session_id], session_id, now_ms)
+
+    def take_batch(self) -> Batch:
+        """What was decided since the last one; committing it is the caller's duty."""
+        for session_id in self._replied:
+            known = self._known[session_id]
+            if known.session is None and not known.waiting:
+                self._known.pop(session_id, None)
+        self._replied.clear()
+        batch, self._batch = self._batch, Batch(self.keys)
+        return batch
+
+    def forget_some(self, most: int) -> None:
+        """Keep at most `most` sessions in memory; those in use stay."""
+        if len(self._known) <= most:
+            return
+        for session_id in list(self._known):
+            if len(self._known) <= most:
+                return
+            if not self._known[session_id].waiting:
+                del self._known[session_id]
+
+    # ---- inside
+
+    def _decide(
+        self, known: Known, session_id: str, event: c.Event, now_ms: int, entered_ms: int | None = None
+    ) -> e.Decision:
+        scene = Scene(
+            settings=self._settings,
+            session_id=session_id,
+            now_ms=now_ms,
+            answers=known.answers,
+            entered_ms=entered_ms,
+            offered=_highest_offer(known) if known.waiting else None,
+            choose_route=self._choose_route,
+        )
+        try:
+            return step(scene, known.session, event)
+        except Exception:
+            # A bug in a rule or in the policy must not stop the partition; nothing of the step was kept.
+            log.exception("deciding %s for session %s failed", type(event).__name__, session_id)
+            if not isinstance(event, c.Command):
+                return e.Decision(known.session, row="failed")
+            message = f"session {session_id!r}: the control worker could not handle the command; see its log"
+            decision = refused(scene, known.session or NOBODY, event, Code.INTERNAL, message)
+            return e.Decision(known.session, decision.effects, row="failed")
+
+    def _handle(self, known: Known, waiting: Waiting, now_ms: int) -> bool:
+        """Decide a command; False if it has to wait."""
+        command = waiting.command
+        decision = self._decide(known, command.session_id, command, now_ms, waiting.entered_ms)
+        if decision.wait:
+            return False
+        self._batch.done(COMMANDS_KEY, waiting.entry_id)
+        self._apply(known, command.session_id, decision, waiting=waiting)
+        return True
+
+    def _apply(
+        self,
+        known: Known,
+        session_id: str,
+        decision: e.Decision,
+        *,
+        waiting: Waiting | None = None,
+        looked: bool = False,
+    ) -> None:
+        before, after = known.session, decision.session
+        source = None
+        if waiting is not None:
+            source = PayloadSource("" if waiting.payload is not None else waiting.entry_id, waiting.payload)
+        if decision.effects or after is not before:
+            self._batch.add(session_id, before, decision, source)
+        for effect in decision.effects:
+            if isinstance(effect, e.Answer) and effect.remember is not None and (has_life(before) or has_life(after)):
+                dropped = known.answers.remember(effect.remember)
+                if dropped:
+                    self._batch.trim_answers(session_id, dropped)
+        known.session = after
+        if after is None:
+            self._replied.add(session_id)
+        if after is not before or looked:
+            self._rearm(session_id, after, force=looked)
+
+    def _resume(self, known: Known, session_id: str, now_ms: int) -> None:
+        """Let those who waited go on, in their order, as far as they can."""
+        while known.waiting:
+            first = known.waiting[0]
+            if not self._handle(known, first, now_ms):
+                return
+            known.waiting.popleft()
+            known.waiting_bytes -= _size(first)
+
+    def _park(self, known: Known, waiting: Waiting, now_ms: int) -> None:
+        command, size = waiting.command, _size(waiting)
+        full = (
+            len(known.waiting) >= self._limits.waiting_appends
+            or known.waiting_bytes + size > self._limits.waiting_bytes
+        )
+        if full:
+            message = (
+                f"session {command.session_id!r} has {len(known.waiting)} commands of {known.waiting_bytes} bytes "
+                "waiting for its stage; slow down and send this one again"
+            )
+            scene = Scene(
+                settings=self._settings,
+                session_id=command.session_id,
+                now_ms=now_ms,
+                answers=known.answers,
+                choose_route=self._choose_route,
+            )
+            decision = refused(scene, known.session or NOBODY, command, Code.RESOURCE_EXHAUSTED, message)
+            self._batch.done(COMMANDS_KEY, waiting.entry_id)
+            self._batch.add(command.session_id, known.session, e.Decision(known.session, decision.effects))
+            return
+        known.waiting.append(waiting)
+        known.waiting_bytes += size
+
+    def _is_waiting_twice(self, known: Known, command: c.Command) -> bool:
+        return any(
+            w.command.control_id == command.control_id and type(w.command) is type(command) for w in known.waiting
+        )
+
+    def _rearm(self, session_id: str, session: Session | None, *, force: bool) -> None:
+        """Store a due time only where it comes earlier; an idle TTL moves on with every touch, which costs nothing."""
+        armed_ms = self._due_ms.get(session_id)
+        due_ms = None
+        if session is not None:
+            due_ms = find_due_ms(
+                session,
+                idle_ttl_ms=self._settings.idle_ttl_ms,
+                disconnect_grace_ms=self._settings.disconnect_grace_ms,
+            )
+        if due_ms is None:
+            if armed_ms is not None or force:
+                self._due_ms.pop(session_id, None)
+                self._batch.set_deadline(session_id, None)
+            return
+        if force or armed_ms is None or due_ms < armed_ms:
+            self._arm(session_id, due_ms)
+            self._batch.set_deadline(session_id, due_ms)
+
+    def _arm(self, session_id: str, due_ms: int) -> None:
+        self._due_ms[session_id] = due_ms
+        heapq.heappush(self._due, (due_ms, session_id))
+
+
+def _size(waiting: Waiting) -> int:
+    return waiting.command.payload_bytes if isinstance(waiting.command, c.Append) else 0
+
+
+def _highest_offer(known: Known) -> Fence | None:
+    """The highest fence among waiting appends of the session's life: a cancel may name what only they carry."""
+    if known.session is None or known.session.phase is not Phase.OPEN:
+        return None
+    incarnation = known.session.fence.incarnation
+    fences = [
+        w.command.fence
+        for w in known.waiting
+        if isinstance(w.command, c.Append) and w.command.fence.incarnation == incarnation
+    ]
+    return max(fences, key=lambda fence: fence.key, default=None)

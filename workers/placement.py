@@ -1,0 +1,48 @@
+"""Which stage workers there are, and the choice of a route for a session that opens.
+
+Responsible for the choice: live, a free slot, fewest sessions first. Leaves the slots themselves to
+`control/store/slots.py`: a snapshot may be old, and only the slot decides. Pure.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+
+@dataclass(slots=True)
+class Candidate:
+    """A stage worker as last seen, with the sessions that this owner has sent it since."""
+
+    worker_id: str
+    capacity: int
+    used: int
+
+
+class Directory:
+    """The live workers of each stage."""
+
+    def __init__(self, stage_count: int) -> None:
+        self._stages: list[list[Candidate]] = [[] for _ in range(stage_count)]
+
+    def replace(self, stages: list[list[Candidate]]) -> None:
+        """A new snapshot, one list a stage."""
+        self._stages = stages
+
+    def choose_route(self) -> tuple[str, ...] | None:
+        """One worker a stage, each then one session fuller here; None if a stage has no free slot."""
+        chosen: list[Candidate] = []
+        for candidates in self._stages:
+            free = [c for c in candidates if c.used < c.capacity]
+            if not free:
+                return None
+            chosen.append(min(free, key=lambda c: (c.used, c.worker_id)))
+        for candidate in chosen:
+            candidate.used += 1
+        return tuple(c.worker_id for c in chosen)
+
+    def note_full(self, worker_id: str) -> None:
+        """A worker has refused a slot: don't choose it again before the next snapshot."""
+        for candidates in self._stages:
+            for candidate in candidates:
+                if candidate.worker_id == worker_id:
+                    candidate.used = candidate.capacity
