@@ -1,0 +1,1 @@
+"""What runs models: the engine contract, the engines, the pipeline file and the model policy."""
