@@ -116,7 +116,7 @@ def core_settings(pipeline: Pipeline) -> Settings:
         policy = load_policy(pipeline.policy, defaults)
 
         def configure_with_policy(runtime_config: Mapping[str, Any]) -> tuple[Any, ...]:
-            return configured_sampling(policy, runtime_config, defaults)
+            return configured_sampling(policy, runtime_config=runtime_config, defaults=defaults)
 
         configure = configure_with_policy
     session = pipeline.session

@@ -153,15 +153,16 @@ class Batch:
     ) -> None:
         """A decision about a session, in the order in which they were made."""
         after = decision.session
+        lives, lived = has_life(after), has_life(before)
         if after is not before:
             self._first.setdefault(session_id, before)
             self._last[session_id] = after
-            if has_life(after) and not has_life(before):
+            if lives and not lived:
                 events, answers = self._streams(session_id)
                 self._begins += (session_id, events, answers)
         # A session that ends here still has its listener for what is said in this very decision.
-        listened = has_life(after) or has_life(before)
-        incarnation = (after if has_life(after) else before or after or NOBODY).fence.incarnation
+        listened = lives or lived
+        incarnation = (after if lives else before or after or NOBODY).fence.incarnation
         for effect in decision.effects:
             match effect:
                 case e.Answer(reply, remember):
@@ -184,7 +185,7 @@ class Batch:
                     self.after.append((session_id, number, effect))
                 case e.ExpireUnlessHeard(output_ms):
                     self._guards += (session_id, output_ms)
-        if has_life(before) and not has_life(after):
+        if lived and not lives:
             events, answers = self._streams(session_id)
             self._ends += (session_id, events, answers)
             self._ended.add(session_id)

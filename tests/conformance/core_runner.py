@@ -12,11 +12,25 @@ from control.core import commands as c
 from control.core import effects as e
 from control.core.answers import Answers
 from control.core.invariants import find_broken
-from control.core.requests import RequestPhase, find_request_name, request_id
+from control.core.requests import RequestPhase, request_id
 from control.core.scene import ADMISSION, Scene, Settings
 from control.core.session import Phase, Session
 from control.core.transitions import step
 from control.wire.commands import decode_command
+from tests.conformance.script import (
+    Advance,
+    Early,
+    Expire,
+    FailNext,
+    FailRequests,
+    Operation,
+    Pending,
+    Retry,
+    Send,
+    TakeFailure,
+    Tell,
+    operations,
+)
 from tests.conformance.traces import REASONS, Seen, plain_fence
 
 START_MS = 1_000_000
@@ -68,77 +82,55 @@ class CoreRun:
         self.fail_submits = 0
         self.payloads: dict[str, Any] = {}
         self.cleaned: set[str] = set()
-        self.early: list[dict[str, Any]] = []
+        self.early = Early()
         self.rows: set[str] = set()
 
     def run(self, recorded: dict[str, Any]) -> Seen:
         """Do one step and everything that follows from it."""
         self.seen = Seen()
         self.closing = recorded.get("message", {}).get("op") == "close"
-        match recorded["do"]:
-            case "command":
-                message = recorded["message"]
-                command = decode_command(msgspec.msgpack.encode({"v": 1, **message})).command
-                self.payload = message.get("payload")
-                self._feed(message["session_id"], command)
-            case "advance":
-                self.now_ms += round(recorded["seconds"] * 1000)
-            case "reap":
-                self._retry()
-                self._expire()
-            case "fail_cleanups":
-                self.fail_cleanups = recorded["count"]
-            case "fail_submits":
-                self.fail_submits = recorded["count"]
-            case "request_failed":
-                self._fail_requests(recorded["request_ids"])
-                self._expire()
-            case other:
-                msg = f"a trace has no step {other!r}"
-                raise ValueError(msg)
+        steps = operations(recorded, self.early)
+        answer: Any = None
+        while True:
+            try:
+                answer = self._do(steps.send(answer))
+            except StopIteration:
+                break
         self.seen.cleaned = set(self.cleaned)
         self.seen.sessions = {
-            sid: _registered(sid, s) for sid, s in self.sessions.items() if s.phase is not Phase.VACANT
+            sid: registered(sid, s) for sid, s in self.sessions.items() if s.phase is not Phase.VACANT
         }
         return self.seen
 
-    def _retry(self) -> None:
-        self._tell_early()
-        for sid in list(self.sessions):
-            self._feed(sid, c.RetryNow())
-
-    def _tell_early(self) -> None:
-        """The reference tells an expiry that a close has completed at its next reap, after one more cleanup."""
-        for event in self.early[:]:
-            if self.fail_cleanups:
-                self.fail_cleanups -= 1
-            else:
-                self.early.remove(event)
+    def _do(self, operation: Operation) -> Any:
+        match operation:
+            case Send(message):
+                self.payload = message.get("payload")
+                body = msgspec.msgpack.encode({"v": 1, **message})
+                self._feed(message["session_id"], decode_command(body).command)
+            case Advance(ms):
+                self.now_ms += ms
+            case FailNext(what, count):
+                setattr(self, what, count)
+            case TakeFailure():
+                failing = self.fail_cleanups > 0
+                self.fail_cleanups -= failing
+                return failing
+            case Pending():
+                return [sid for sid, session in self.sessions.items() if session.cleanups]
+            case Retry(session_ids):
+                for sid in session_ids or list(self.sessions):
+                    self._feed(sid, c.RetryNow())
+            case FailRequests(names):
+                for name in names:
+                    died = c.RequestFailed(name.incarnation, name.epoch, self.route[name.stage_id], "died")
+                    self._feed(name.session_id, died)
+            case Expire():
+                for sid in list(self.sessions):
+                    self._feed(sid, c.Due())
+            case Tell(event):
                 self.seen.lifecycle.append(event)
-
-    def _fail_requests(self, request_ids: list[str]) -> None:
-        """The sessions close, and the reap that follows is the first attempt at their cleanup.
-
-        The reference keeps the cleanups that were pending before, and tries those first.
-        """
-        failed: dict[str, list[c.Event]] = {}
-        for text in request_ids:
-            name = find_request_name(text)
-            assert name is not None, text
-            event = c.RequestFailed(name.incarnation, name.epoch, self.route[name.stage_id], "died")
-            failed.setdefault(name.session_id, []).append(event)
-        before = [sid for sid, session in self.sessions.items() if session.cleanups]
-        self._tell_early()
-        for sid in before:
-            for event in failed.get(sid, [c.RetryNow()]):
-                self._feed(sid, event)
-        for sid, events in failed.items():
-            for event in [c.RetryNow()] if sid in before else events:
-                self._feed(sid, event)
-
-    def _expire(self) -> None:
-        for sid in list(self.sessions):
-            self._feed(sid, c.Due())
+        return None
 
     def _feed(self, sid: str, first: c.Event) -> None:
         events: deque[c.Event] = deque([first])
@@ -174,7 +166,7 @@ class CoreRun:
                     self.answers[sid].remember(remember)
             case e.Announce(lifecycle):
                 if lifecycle.event == "expired":
-                    told = self.early if self.closing else self.seen.lifecycle
+                    told = self.early.events if self.closing else self.seen.lifecycle
                     told.append(msgspec.to_builtins(lifecycle))
             case e.Place(attempt, holders):
                 if ADMISSION in holders and len(self.admitted) >= (self.max_sessions or 0):
@@ -226,13 +218,12 @@ class CoreRun:
     def _abort(self, incarnation: int, effect: e.Abort) -> c.Event:
         if effect.stage_id == 0 and self.fail_cleanups:
             self.fail_cleanups -= 1
-            return c.CleanupFailed(
-                incarnation, effect.number, effect.attempt, effect.worker_id, True, "no answer"
-            )
+            return c.CleanupFailed(incarnation, effect.number, effect.attempt, effect.worker_id, True, "no answer")
         return c.Cleaned(incarnation, effect.number, effect.worker_id)
 
 
-def _registered(sid: str, session: Session) -> dict[str, Any]:
+def registered(sid: str, session: Session) -> dict[str, Any]:
+    """The session in the form of a trace's registry."""
     reason = session.lease.terminal_reason
     return {
         "fence": plain_fence(msgspec.to_builtins(session.fence)),

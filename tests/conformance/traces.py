@@ -59,11 +59,7 @@ def find_differences(expect: dict[str, Any], seen: Seen) -> list[str]:
 
 def plain_fence(fence: dict[str, Any] | None) -> tuple[int, int, int, int] | None:
     """A fence as a tuple, the session id left out."""
-    return (
-        None
-        if fence is None
-        else (fence["incarnation"], fence["epoch"], fence["turn_id"], fence["response_seq"])
-    )
+    return None if fence is None else (fence["incarnation"], fence["epoch"], fence["turn_id"], fence["response_seq"])
 
 
 def _compare(wrong: list[str], what: str, expected: object, got: object) -> None:
