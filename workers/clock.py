@@ -23,6 +23,10 @@ class ServerClock:
         """This machine's monotonic time in milliseconds."""
         return time.monotonic() * 1000
 
+    def elapsed_ms(self, since_ms: float) -> float:
+        """How long `since_ms`, a monotonic time, is past."""
+        return self.monotonic_ms() - since_ms
+
     def learn(self, server_ms: int) -> None:
         """An answer that was just read carried this time."""
         here_ms = self.monotonic_ms()

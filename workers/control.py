@@ -38,6 +38,7 @@ from control.store.commits import (
 )
 from control.store.keys import PartitionKeys, partition_of
 from control.store.link import LOST, Link, make_pool
+from control.store.mending import mend
 from control.store.scripts import script
 from control.store.server import agree_on_config, check_server
 from control.store.slots import Slot, slot_call
@@ -54,7 +55,6 @@ from workers.placement import Directory
 if TYPE_CHECKING:
     from collections.abc import Mapping
 
-    from control.core.session import Session
     from stages.pipeline import Pipeline
 
 log = logging.getLogger("bargein.control")
@@ -92,6 +92,18 @@ class Owned:
     one_by_one: int = 0
     fenced: set[str] = field(default_factory=set)
     skip: tuple[int, str] | None = None
+    # False once an answer is missing: what is in memory may be ahead of the server, or behind it.
+    sure: bool = True
+
+
+@dataclass(frozen=True, slots=True)
+class Chore:
+    """Slots to take or free for a session, as the owner that `claim` names."""
+
+    claim: Claim
+    session_id: str
+    incarnation: int
+    effect: e.Place | e.Pay
 
 
 @dataclass(slots=True)
@@ -109,7 +121,7 @@ class ControlStats:
 
 
 def core_settings(pipeline: Pipeline) -> Settings:
-    """What the core needs of a pipeline. Raises ImportError or TypeError for a policy that can't be used."""
+    """What the core needs of a pipeline. Raises ValueError or TypeError for a policy that can't be used."""
     configure = None
     if pipeline.policy is not None:
         defaults = pipeline.sampling_defaults
@@ -183,8 +195,7 @@ class ControlWorker:
         self._woken = asyncio.Event()
         self._wake_task: asyncio.Task[None] | None = None
         self._stopping = False
-        self._chores: asyncio.Queue[tuple[int, str, int, e.Place | e.Pay]] = asyncio.Queue()
-        self.fire_deadlines = True
+        self._chores: asyncio.Queue[Chore] = asyncio.Queue()
         stage_count = len(pipeline.stages)
         self._directory = Directory(stage_count)
         control = pipeline.control
@@ -228,9 +239,7 @@ class ControlWorker:
                     await self._start_over()
             await self._hand_over_all()
         finally:
-            for task in tasks:
-                task.cancel()
-            await asyncio.gather(*tasks, return_exceptions=True)
+            await _end(tasks if self._wake_task is None else [*tasks, self._wake_task])
             for link in (self._reader, self._writer, self._slots, self._waker):
                 await link.close()
             await self._ownership.close()
@@ -242,14 +251,13 @@ class ControlWorker:
         self._stopping = True
         self._wake()
 
-    def poke(self) -> None:
-        """Look at deadlines again now; for tests that move the clock."""
-        self._wake()
-
     # ---- one turn
 
     async def _turn(self) -> None:
         await self._change_partitions()
+        for owned in list(self._owned.values()):
+            if not owned.sure:
+                await self._reload(owned)
         self._note_losses()
         if not self._owned:
             await self._idle()
@@ -307,18 +315,20 @@ class ControlWorker:
         for owned in self._owned.values():
             if owned.inbox or owned.partition.has_more or owned.broken:
                 return 0
-            due_ms = owned.partition.next_due_ms() if self.fire_deadlines else None
+            due_ms = self._next_due_ms(owned)
             if due_ms is not None:
                 block = min(block, due_ms - self._clock.now_ms())
         return max(0, block)
 
     async def _decide_and_commit(self, entries: dict[int, list[Entry]]) -> None:
         pending = {number: deque(found) for number, found in entries.items()}
+        readers = dict(self._owned)
         while True:
             portions: dict[int, list[Entry]] = {}
             for number, waiting in pending.items():
                 owned = self._owned.get(number)
-                if owned is None:
+                if owned is None or owned is not readers[number]:
+                    # Lost, or read again from the beginning: in its order, with those before that were refused (I5).
                     waiting.clear()
                     continue
                 most = 1 if owned.one_by_one else self._batch_max
@@ -329,8 +339,14 @@ class ControlWorker:
 
     async def _commit_portions(self, portions: dict[int, list[Entry]]) -> None:
         now_ms = self._clock.now_ms()
-        due = {number: self._pop_due(owned, now_ms) for number, owned in self._owned.items()}
-        told = {number: _pop_some(owned.inbox, self._batch_max) for number, owned in self._owned.items()}
+        due: dict[int, list[str]] = {}
+        told: dict[int, list[tuple[str, c.Event]]] = {}
+        for number, owned in self._owned.items():
+            most = self._batch_max
+            if owned.one_by_one:
+                most = 0 if portions.get(number) else 1
+            due[number] = self._due_sessions(owned, now_ms, most)
+            told[number] = _pop_some(owned.inbox, most)
         heard = await self._load(portions, due, told)
         batches: dict[int, Batch] = {}
         for number, owned in self._owned.items():
@@ -338,10 +354,16 @@ class ControlWorker:
             batch = owned.partition.take_batch()
             if not batch.is_empty:
                 batches[number] = batch
-        await self._commit(batches, portions)
+        others = {n: [*due[n], *(session_id for session_id, _ in told[n])] for n in batches}
+        await self._commit(batches, portions, others)
 
-    def _pop_due(self, owned: Owned, now_ms: int) -> list[str]:
-        return owned.partition.pop_due(now_ms, self._batch_max) if self.fire_deadlines else []
+    def _due_sessions(self, owned: Owned, now_ms: int, most: int) -> list[str]:
+        """Up to `most` sessions whose time has come."""
+        return owned.partition.pop_due(now_ms, most)
+
+    def _next_due_ms(self, owned: Owned) -> int | None:
+        """When the next one's time comes, or None."""
+        return owned.partition.next_due_ms()
 
     def _decide(
         self,
@@ -382,8 +404,8 @@ class ControlWorker:
     def _may_expire(self, owned: Owned) -> bool:
         """Deadlines fire only once the backlog is read and the clock has been steady for a heartbeat time."""
         heartbeat_ms = self._pipeline.control.heartbeat_ms
-        settled_ms = self._clock.monotonic_ms() - owned.taken_ms
-        return owned.caught_up and settled_ms >= heartbeat_ms and self._clock.is_settled(heartbeat_ms)
+        held_ms = self._clock.elapsed_ms(owned.taken_ms)
+        return owned.caught_up and held_ms >= heartbeat_ms and self._clock.is_settled(heartbeat_ms)
 
     async def _load(
         self,
@@ -419,29 +441,36 @@ class ControlWorker:
                 states, cleanups = _list(next(answers)), _list(next(answers))
                 for session_id, state, cleanup in zip(missing, states, cleanups, strict=True):
                     stored = next(answers)
-                    if isinstance(stored, RedisError):
+                    if not self._learn(owned, session_id, state, cleanup, stored):
                         owned.broken.add(session_id)
-                        await self._drop_key(owned.partition.keys.answers(session_id), str(stored))
-                        stored = []
-                    self._learn(owned, session_id, state, cleanup, stored)
+                        await self._drop_key(owned.partition.keys.answers(session_id), "unreadable answers")
             if looked:
                 values = _list(next(answers))
                 number = owned.claim.partition
                 heard[number] = {s: int(v) for s, v in zip(looked, values, strict=True) if v is not None}
         return heard
 
-    def _learn(self, owned: Owned, session_id: str, state: bytes | None, cleanup: bytes | None, stored: Any) -> None:
-        session: Session | None = None
+    def _learn(self, owned: Owned, session_id: str, state: bytes | None, cleanup: bytes | None, stored: Any) -> bool:
+        """Take a session into memory; False if its answers can't be read, and the session must end."""
         try:
             session = None if state is None else decode_session(state, cleanup)
-            answers = [decode_answer(blob) for blob in stored]
         except msgspec.DecodeError:
-            # Not ours to guess at. The session counts as gone; what runs of it is found by the stages' own fence check.
-            log.exception("the stored state of session %s can't be read; it is treated as gone", session_id)
-            session, answers = None, []
+            # Not ours to guess at. The session is gone, and what runs of it is stopped by its next output's check.
+            log.exception("the stored state of session %s can't be read; the session is dropped", session_id)
+            owned.partition.learn_unreadable(session_id)
+            return True
+        try:
+            answers = [decode_answer(blob) for blob in _list(stored)]
+        except (msgspec.DecodeError, RedisError) as error:
+            log.warning("the answers of session %s can't be read (%s); the session ends", session_id, error)
+            owned.partition.learn(session_id, session, [])
+            return False
         owned.partition.learn(session_id, session, answers)
+        return True
 
-    async def _commit(self, batches: dict[int, Batch], portions: dict[int, list[Entry]]) -> None:
+    async def _commit(
+        self, batches: dict[int, Batch], portions: dict[int, list[Entry]], others: dict[int, list[str]]
+    ) -> None:
         if not batches:
             return
         commit = script("commit")
@@ -454,7 +483,7 @@ class ControlWorker:
         for (number, batch), answer in zip(batches.items(), answers, strict=True):
             owned = self._owned[number]
             if isinstance(answer, RedisError):
-                await self._note_error(owned, answer, portions.get(number, []))
+                await self._note_error(owned, answer, portions.get(number, []), others[number])
                 continue
             outcome = read_outcome(answer)
             self._clock.learn(outcome.now_ms)
@@ -463,13 +492,13 @@ class ControlWorker:
                 owned.revision = outcome.revision
                 owned.one_by_one = max(0, owned.one_by_one - 1)
                 for session_id, incarnation, effect in batch.after:
-                    self._chores.put_nowait((number, session_id, incarnation, effect))
+                    self._chores.put_nowait(Chore(owned.claim, session_id, incarnation, effect))
                 continue
             self.stats.refused_commits += 1
             log.info("partition %d: commit refused: %s %s", number, outcome.status.name, outcome.detail)
             match outcome.status:
                 case CommitStatus.LOST_OWNERSHIP:
-                    self._ownership.held.pop(number, None)
+                    self._ownership.drop(number, owned.claim.token)
                     self._owned.pop(number)
                 case CommitStatus.WRONG_TYPE:
                     await self._drop_key(outcome.detail, "wrong type")
@@ -480,31 +509,37 @@ class ControlWorker:
                 case _:
                     await self._reload(owned)
 
-    async def _note_error(self, owned: Owned, error: RedisError, entries: list[Entry]) -> None:
-        """The script itself failed. What it had written stays, so the partition is read again, one entry at a time."""
+    async def _note_error(self, owned: Owned, error: RedisError, entries: list[Entry], others: list[str]) -> None:
+        """The script itself failed. What it had written stays, so the partition is read again, one entry at a time.
+
+        `others`: the sessions of which something but an entry was decided.
+        """
         number = owned.claim.partition
-        text = str(error)
         if isinstance(error, NoScriptError):
             await self._writer.call("SCRIPT", "LOAD", script("commit").text)
             await self._reload(owned)
             return
-        log.error("partition %d: the commit failed: %s", number, text)
-        again = owned.one_by_one > 0 and len(entries) == 1
+        if "script:" not in str(error):
+            # The server runs no script at all now: it is a replica, is loading, can't save. Not this batch's fault.
+            raise error
+        log.error("partition %d: the commit failed: %s", number, error)
+        mended = await mend(self._writer, owned.partition.keys)
+        again = owned.one_by_one > 0 and not mended
         fresh = await self._reload(owned)
-        if text.startswith(("OOM", "READONLY", "LOADING", "MISCONF", "BUSY", "MASTERDOWN", "CLUSTERDOWN")):
-            await asyncio.sleep(RETRY_S)
-            return
         if fresh is None:
             return
-        if again:
+        if not mended:
+            fresh.one_by_one = 2 * self._batch_max
+        if again and entries:
             culprit = entries[0]
             log.error("partition %d: entry %s can't be committed; it is set aside", number, culprit.entry_id)
-            fresh.partition.bury(culprit.stream, culprit.entry_id, f"it could not be committed: {text}")
+            fresh.partition.bury(culprit.stream, culprit.entry_id, f"it could not be committed: {error}")
             fresh.skip = (culprit.stream, culprit.entry_id)
             if culprit.session_id:
                 fresh.broken.add(culprit.session_id)
-        else:
-            fresh.one_by_one = 2 * self._batch_max
+        elif again:
+            fresh.broken.update(others)
+        await asyncio.sleep(RETRY_S)
 
     async def _drop_key(self, name: str, why: str) -> None:
         log.error("the key %s is not what it should be (%s); it is removed, its session ends", name, why)
@@ -538,12 +573,13 @@ class ControlWorker:
     async def _reload(self, owned: Owned) -> Owned | None:
         """Forget what is known and read the partition again from the beginning; None if it isn't ours any more."""
         number, claim, keys = owned.claim.partition, owned.claim, owned.partition.keys
+        await mend(self._writer, keys)
         held, stored = await self._writer.call_all(
             [("HMGET", keys.owner, "token", "revision"), ("ZRANGE", keys.deadlines, 0, -1, "WITHSCORES")]
         )
         if held[0] is None or held[0].decode() != claim.token:
             log.warning("partition %d belongs to somebody else by now", number)
-            self._ownership.held.pop(number, None)
+            self._ownership.drop(number, claim.token)
             self._owned.pop(number, None)
             return None
         deadlines = tuple((stored[i].decode(), int(float(stored[i + 1]))) for i in range(0, len(stored), 2))
@@ -553,27 +589,23 @@ class ControlWorker:
         return fresh
 
     async def _start_over(self) -> None:
-        """The connection was lost: nothing that is known can be relied on."""
+        """The connection was lost: nothing that is known can be relied on. The next turn reads it all again."""
         self.stats.reconnects += 1
         self._reader_id = None
         self._clock.unsettle()
+        for owned in self._owned.values():
+            owned.sure = False
         for link in (self._reader, self._writer):
             await link.close()
         await asyncio.sleep(RETRY_S)
-        try:
-            for owned in list(self._owned.values()):
-                await self._reload(owned)
-        except (*LOST, RedisError):
-            return
 
     async def _hand_over(self, numbers: list[int]) -> None:
         renew = script("renew")
-        calls = []
+        calls: list[Any] = []
         for number in numbers:
             owned = self._owned.pop(number, None)
-            token = self._ownership.held.pop(number, None)
-            if owned is not None and token is not None:
-                calls.append((renew, [owned.partition.keys.owner], [token, 0]))
+            if owned is not None and self._ownership.drop(number, owned.claim.token):
+                calls.append((renew, [owned.partition.keys.owner], [owned.claim.token, 0]))
         if calls:
             await self._writer.run_all(calls)
             self._ownership.handovers += len(calls)
@@ -582,6 +614,7 @@ class ControlWorker:
     async def _hand_over_all(self) -> None:
         try:
             await self._ownership.leave()
+            await self._change_partitions()
             await self._hand_over(sorted(self._owned))
         except (*LOST, RedisError) as error:
             log.warning("could not hand over (%s); the leases run out by themselves", error)
@@ -619,36 +652,49 @@ class ControlWorker:
                 log.warning("placement: %s; trying again", error)
                 await asyncio.sleep(RETRY_S)
 
-    async def _do_some(self, chores: list[tuple[int, str, int, e.Place | e.Pay]]) -> None:
+    async def _do_some(self, chores: list[Chore]) -> None:
         calls: list[Any] = []
-        for number, session_id, incarnation, effect in chores:
-            owned = self._owned.get(number)
-            token_number = 0 if owned is None else owned.claim.token_number
-            most = self._pipeline.max_sessions
+        asked: list[Chore] = []
+        for chore in chores:
+            owned = self._owned.get(chore.claim.partition)
+            if owned is None or owned.claim.token != chore.claim.token:
+                # Its new owner does it, as far as it is still to be done.
+                continue
+            asked.append(chore)
+            effect = chore.effect
             if isinstance(effect, e.Place):
-                calls += [slot_call("take", h, session_id, incarnation, token_number, most) for h in effect.holders]
+                wanted = [("take", holder, chore.incarnation) for holder in effect.holders]
             else:
-                calls += [
-                    slot_call("free", debt.holder, session_id, debt.incarnation, token_number, most)
-                    for debt in effect.debts
-                ]
-        codes = iter([Slot(code) for code in await self._slots.run_all(calls)])
-        for number, session_id, incarnation, effect in chores:
-            owned = self._owned.get(number)
+                wanted = [("free", debt.holder, debt.incarnation) for debt in effect.debts]
+            calls += [
+                slot_call(
+                    what,
+                    holder,
+                    chore.session_id,
+                    incarnation,
+                    partition=chore.claim.partition,
+                    token_number=chore.claim.token_number,
+                    max_sessions=self._pipeline.max_sessions,
+                )
+                for what, holder, incarnation in wanted
+            ]
+        if not calls:
+            return
+        codes = iter([_slot(answer) for answer in await self._slots.try_run_all(calls)])
+        for chore in asked:
+            effect = chore.effect
             events: list[c.Event] = []
             if isinstance(effect, e.Place):
-                events = _placement_events(effect, incarnation, [next(codes) for _ in effect.holders])
+                events += _placement_events(effect, chore.incarnation, [next(codes) for _ in effect.holders])
                 for event in events:
                     if isinstance(event, c.PlacementRefused):
                         self._directory.note_full(event.holder)
             else:
-                events = [
-                    c.DebtPaid(debt.incarnation, debt.holder)
-                    for debt in effect.debts
-                    if next(codes) is not Slot.DEPOSED
-                ]
+                paid = [debt for debt in effect.debts if next(codes) not in {None, Slot.DEPOSED}]
+                events += [c.DebtPaid(debt.incarnation, debt.holder) for debt in paid]
+            owned = self._owned.get(chore.claim.partition)
             if owned is not None:
-                owned.inbox.extend((session_id, event) for event in events)
+                owned.inbox.extend((chore.session_id, event) for event in events)
         self._wake()
 
     # ---- waking the blocked read
@@ -669,7 +715,25 @@ class ControlWorker:
             return
 
 
-def _placement_events(effect: e.Place, incarnation: int, codes: list[Slot]) -> list[c.Event]:
+async def _end(tasks: list[asyncio.Task[None]]) -> None:
+    """Cancel until they have ended: before Python 3.12 redis-py's client may lose a cancellation."""
+    left = {task for task in tasks if not task.done()}
+    while left:
+        for task in left:
+            task.cancel()
+        _, left = await asyncio.wait(left, timeout=0.2)
+    await asyncio.gather(*tasks, return_exceptions=True)
+
+
+def _slot(answer: Any) -> Slot | None:
+    """A slot script's answer; None where one holder's keys can't be used, which is no matter of the others (I11)."""
+    if isinstance(answer, RedisError):
+        log.error("a slot could not be asked for: %s", answer)
+        return None
+    return Slot(answer)
+
+
+def _placement_events(effect: e.Place, incarnation: int, codes: list[Slot | None]) -> list[c.Event]:
     for holder, code in zip(effect.holders, codes, strict=True):
         if code is Slot.DEPOSED:
             return []
@@ -688,7 +752,7 @@ def _decode_all(number: int, read: dict[int, list[Any]], partitions: int, limits
 def _decode_command(number: int, raw: list[Any], partitions: int, limits: Limits) -> Entry:
     entry_id = raw[0].decode()
     entry = Entry(COMMANDS_KEY, entry_id, int(entry_id.partition("-")[0]))
-    fields = raw[1] or []
+    fields: list[bytes] = raw[1] or []
     names = fields[0::2]
     try:
         if names.count(b"b") != 1 or names.count(b"p") > 1:
@@ -709,7 +773,7 @@ def _decode_command(number: int, raw: list[Any], partitions: int, limits: Limits
 def _decode_ack(raw: list[Any]) -> Entry:
     entry_id = raw[0].decode()
     entry = Entry(ACKS_KEY, entry_id, int(entry_id.partition("-")[0]))
-    fields = raw[1] or []
+    fields: list[bytes] = raw[1] or []
     try:
         values = dict(zip(fields[0::2], fields[1::2], strict=True))
         entry.session_id, entry.event = decode_ack(values.get(b"b", b""))

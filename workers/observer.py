@@ -12,7 +12,7 @@ import asyncio
 import logging
 import time
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any, cast
 
 from redis.exceptions import RedisError
 
@@ -22,7 +22,7 @@ from control.store.lives import end_life, fetch_lives
 from workers.placement import Candidate, Directory
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from collections.abc import Awaitable, Callable
 
     from redis.asyncio import Redis
 
@@ -49,6 +49,7 @@ class Observer:
     lost: dict[str, tuple[str, ...]] = field(default_factory=dict)
     lives: list[Life] = field(default_factory=list)
     _pulses: dict[str, _Pulse] = field(default_factory=dict, init=False)
+    _looked_s: float = field(default=0.0, init=False)
 
     async def run(self) -> None:
         """Look around until cancelled."""
@@ -68,6 +69,10 @@ class Observer:
         """One look at every stage worker."""
         lives = await fetch_lives(self.redis)
         now_s = time.monotonic()
+        if (now_s - self._looked_s) * 1000 > self.heartbeat_ms / 2:
+            # We were stopped, or the server was: what happened meanwhile nobody has watched.
+            self._pulses.clear()
+        self._looked_s = now_s
         stages: list[list[Candidate]] = [[] for _ in range(self.stage_count)]
         seen: set[str] = set()
         for life in lives:
@@ -93,10 +98,10 @@ class Observer:
 
     async def _mourn(self, life: Life) -> None:
         """Tell the owners once, and again while sessions still hold slots there; then forget the record."""
-        held = await self.redis.hkeys(keys.worker_slots(life.worker_id))
+        held = await cast("Awaitable[list[Any]]", self.redis.hkeys(keys.worker_slots(life.worker_id)))
         sessions = tuple(name.decode() if isinstance(name, bytes) else name for name in held)
         if sessions or life.worker_id not in self.lost:
             self.lost[life.worker_id] = sessions
             self.wake()
         else:
-            await self.redis.hdel(keys.STAGES, life.worker_id)
+            await cast("Awaitable[int]", self.redis.hdel(keys.STAGES, life.worker_id))

@@ -17,11 +17,12 @@ from dataclasses import dataclass, field
 from hashlib import blake2b
 from typing import TYPE_CHECKING
 
-from redis.exceptions import RedisError
+from redis.exceptions import RedisError, ResponseError
 
 from control.store import keys
 from control.store.keys import PartitionKeys
 from control.store.link import LOST, Link
+from control.store.mending import mend
 from control.store.scripts import script
 
 if TYPE_CHECKING:
@@ -77,6 +78,7 @@ class Ownership:
     _link: Link = field(init=False)
     _hints: Link = field(init=False)
     _leaving: bool = field(default=False, init=False)
+    _round_lock: asyncio.Lock = field(default_factory=asyncio.Lock, init=False)
 
     def __post_init__(self) -> None:
         self._link = Link(self.pool)
@@ -88,7 +90,8 @@ class Ownership:
         last_hint = "0-0"
         while True:
             try:
-                await self._round()
+                async with self._round_lock:
+                    await self._round()
                 # A partition that we want and somebody else still holds is worth asking for again soon.
                 wanted = any(self._is_mine(p) and p not in self.held for p in range(self.partitions))
                 block_ms = min(interval_ms, 50) if wanted else interval_ms
@@ -112,7 +115,9 @@ class Ownership:
     async def leave(self) -> None:
         """Stop being a member, so that nobody hands us anything any more."""
         self._leaving = True
-        await self._link.run("join", [keys.CONTROLS], [self.worker_id, 0])
+        # A round that is under way would use the same connection, and say that we live after we have left.
+        async with self._round_lock:
+            await self._link.run("join", [keys.CONTROLS], [self.worker_id, 0])
 
     async def close(self) -> None:
         """Close the connections."""
@@ -135,11 +140,23 @@ class Ownership:
         for partition in range(self.partitions):
             mine = self._is_mine(partition)
             if mine and partition not in self.held:
-                await self._acquire(partition)
+                try:
+                    await self._acquire(partition)
+                except ResponseError as error:
+                    # One broken key must not keep the other partitions waiting (I11).
+                    log.warning("partition %d can't be taken: %s", partition, error)
+                    await mend(self._link, PartitionKeys(partition))
             elif not mine and partition in self.held:
                 self.unwanted.add(partition)
         if self.gained or self.unwanted or self.lost:
             self.wake()
+
+    def drop(self, partition: int, token: str) -> bool:
+        """Give a lease up, if it is still this one; it may have been taken anew meanwhile."""
+        if self.held.get(partition) != token:
+            return False
+        del self.held[partition]
+        return True
 
     async def _renew(self) -> None:
         held = list(self.held.items())
@@ -147,10 +164,11 @@ class Ownership:
             return
         renew = script("renew")
         calls = [(renew, [PartitionKeys(p).owner], [token, self.lease_ms]) for p, token in held]
-        for (partition, token), now_ms in zip(held, await self._link.run_all(calls), strict=True):
-            if now_ms == 0 and self.held.get(partition) == token:
-                log.warning("partition %d belongs to somebody else by now", partition)
-                del self.held[partition]
+        for (partition, token), answer in zip(held, await self._link.try_run_all(calls), strict=True):
+            if isinstance(answer, int) and answer > 0:
+                continue
+            log.warning("partition %d is not ours any more (%s)", partition, answer or "somebody else has it")
+            if self.drop(partition, token):
                 self.lost.add(partition)
 
     async def _acquire(self, partition: int) -> None:
@@ -159,6 +177,7 @@ class Ownership:
         if answer[0] != 1:
             return
         token = answer[1].decode()
+        await mend(self._link, known)
         stored = await self._link.call("ZRANGE", known.deadlines, 0, -1, "WITHSCORES")
         deadlines = tuple((stored[i].decode(), int(float(stored[i + 1]))) for i in range(0, len(stored), 2))
         self.held[partition] = token

@@ -12,7 +12,8 @@ import heapq
 import logging
 from collections import deque
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING
+from itertools import islice
+from typing import TYPE_CHECKING, cast
 
 from control.core import commands as c
 from control.core import effects as e
@@ -99,6 +100,12 @@ class Partition:
         """A session as it is stored."""
         self._known[session_id] = Known(session, Answers(answers, operation_limit=self._operation_limit))
 
+    def learn_unreadable(self, session_id: str) -> None:
+        """What is stored of the session can't be read, and goes with the next commit."""
+        self.learn(session_id, None, [])
+        self._due_ms.pop(session_id, None)
+        self._batch.discard(session_id)
+
     def find(self, session_id: str) -> Session | None:
         """The session in memory, if there is one."""
         known = self._known.get(session_id)
@@ -120,21 +127,17 @@ class Partition:
         command = received.command
         known = self._known[command.session_id]
         waiting = Waiting(entry_id, command, received.payload, entered_ms)
-        if isinstance(command, c.Open) and self._batch.has_ended(command.session_id):
-            # One commit can't hold the end of a life and the beginning of the next.
-            self._reopening.append(command.session_id)
-            self._park(known, waiting, now_ms)
-            return
-        ordered = isinstance(command, c.Append | c.Update)
-        if known.waiting and self._is_waiting_twice(known, command):
-            # Sent again while it waits: its one answer is still to come.
-            self._batch.done(COMMANDS_KEY, entry_id)
-            return
-        if ordered and known.waiting:
-            self._park(known, waiting, now_ms)
-            return
+        if known.waiting:
+            if self._is_waiting_twice(known, command):
+                # Sent again while it waits: its one answer is still to come.
+                self._batch.done(COMMANDS_KEY, entry_id)
+                return
+            # Nothing overtakes an open: a close would find nobody and leave a ghost behind (S1).
+            if isinstance(command, c.Append | c.Update) or any(isinstance(w.command, c.Open) for w in known.waiting):
+                self._park(known, waiting, now_ms)
+                return
         if self._handle(known, waiting, now_ms):
-            self._resume(known, command.session_id, now_ms)
+            self._resume(known, now_ms)
         else:
             self._park(known, waiting, now_ms)
 
@@ -147,7 +150,7 @@ class Partition:
         """An event that no stream carries: placement, time, a lost stage. Its session is known."""
         known = self._known[session_id]
         self._apply(known, session_id, self._decide(known, session_id, event, now_ms))
-        self._resume(known, session_id, now_ms)
+        self._resume(known, now_ms)
 
     def bury(self, stream: int, entry_id: str, reason: str) -> None:
         """An entry that can't be answered."""
@@ -186,7 +189,7 @@ class Partition:
         known = self._known[session_id]
         event = c.Due(output_ms, may_expire)
         self._apply(known, session_id, self._decide(known, session_id, event, now_ms), looked=True)
-        self._resume(known, session_id, now_ms)
+        self._resume(known, now_ms)
         due_ms = self._due_ms.get(session_id)
         if due_ms is not None and due_ms <= now_ms:
             self._arm(session_id, now_ms + LOOK_AGAIN_MS)
@@ -202,26 +205,26 @@ class Partition:
         """Let the opens go on that had to wait for the commit of their id's former end."""
         again, self._reopening = self._reopening, []
         for session_id in again:
-            self._resume(self._known[session_id], session_id, now_ms)
+            known = self._known.get(session_id)
+            if known is not None:
+                self._resume(known, now_ms)
 
     def take_batch(self) -> Batch:
         """What was decided since the last one; committing it is the caller's duty."""
         for session_id in self._replied:
-            known = self._known[session_id]
-            if known.session is None and not known.waiting:
-                self._known.pop(session_id, None)
+            known = self._known.get(session_id)
+            if known is not None and known.session is None and not known.waiting:
+                del self._known[session_id]
         self._replied.clear()
         batch, self._batch = self._batch, Batch(self.keys)
         return batch
 
     def forget_some(self, most: int) -> None:
         """Keep at most `most` sessions in memory; those in use stay."""
-        if len(self._known) <= most:
-            return
-        for session_id in list(self._known):
-            if len(self._known) <= most:
-                return
-            if not self._known[session_id].waiting:
+        excess = len(self._known) - most
+        if excess > 0:
+            idle = (session_id for session_id, known in self._known.items() if not known.waiting)
+            for session_id in list(islice(idle, excess)):
                 del self._known[session_id]
 
     # ---- inside
@@ -252,7 +255,11 @@ class Partition:
     def _handle(self, known: Known, waiting: Waiting, now_ms: int) -> bool:
         """Decide a command; False if it has to wait."""
         command = waiting.command
-        decision = self._decide(known, command.session_id, command, now_ms, waiting.entered_ms)
+        if isinstance(command, c.Open) and self._batch.has_ended(command.session_id):
+            # One commit can't hold the end of a life and the beginning of the next.
+            self._reopening.append(command.session_id)
+            return False
+        decision = self._decide(known, command.session_id, cast("c.Event", command), now_ms, waiting.entered_ms)
         if decision.wait:
             return False
         self._batch.done(COMMANDS_KEY, waiting.entry_id)
@@ -285,14 +292,23 @@ class Partition:
         if after is not before or looked:
             self._rearm(session_id, after, force=looked)
 
-    def _resume(self, known: Known, session_id: str, now_ms: int) -> None:
-        """Let those who waited go on, in their order, as far as they can."""
-        while known.waiting:
-            first = known.waiting[0]
-            if not self._handle(known, first, now_ms):
+    def _resume(self, known: Known, now_ms: int) -> None:
+        """Let those who waited go on: appends and updates in their order, the others past them, nobody past an open."""
+        position, held_up = 0, False
+        while position < len(known.waiting):
+            waiting = known.waiting[position]
+            ordered = isinstance(waiting.command, c.Append | c.Update)
+            if not (ordered and held_up) and self._handle(known, waiting, now_ms):
+                del known.waiting[position]
+                known.waiting_bytes -= _size(waiting)
+                if not ordered:
+                    # It may have made way for those before it.
+                    position, held_up = 0, False
+                continue
+            if isinstance(waiting.command, c.Open):
                 return
-            known.waiting.popleft()
-            known.waiting_bytes -= _size(first)
+            held_up = held_up or ordered
+            position += 1
 
     def _park(self, known: Known, waiting: Waiting, now_ms: int) -> None:
         command, size = waiting.command, _size(waiting)

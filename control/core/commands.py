@@ -28,11 +28,19 @@ class Command(Struct, frozen=True, kw_only=True):
     deadline_ms: int | None = None
 
 
+DEFAULT_LEVEL = "serving_session_adapter"
+
+
 class Capabilities(Struct, frozen=True, kw_only=True):
     """What a client wants to send. `input_modes` empty or absent: `turn_commit_only`."""
 
     input_modes: list[Any] | None = None
     implementation_level: str | None = None
+
+    @property
+    def level(self) -> str:
+        """The implementation level that replies name."""
+        return self.implementation_level or DEFAULT_LEVEL
 
 
 class Open(Command, frozen=True, kw_only=True):

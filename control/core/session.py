@@ -142,19 +142,32 @@ def fence_record(session: Session) -> str | None:
     )
 
 
+def is_busy(session: Session) -> bool:
+    """Whether an append or a command that waits for its cleanup is under way; the idle TTL counts from its end (S8)."""
+    return session.append is not None or any(cleanup.owed for cleanup in session.cleanups)
+
+
 def find_due_ms(session: Session, *, idle_ttl_ms: int | None, disconnect_grace_ms: int) -> int | None:
     """When time has something to say to the session, at the earliest; None if never."""
+    debts = min((debt.retry_at_ms for debt in session.debts), default=None)
     if session.phase is Phase.VACANT:
-        if session.debts:
-            return min(debt.retry_at_ms for debt in session.debts)
-        return None if session.ended is None else session.ended.at_ms + TOMBSTONE_MS
+        forget = None if session.ended is None else session.ended.at_ms + TOMBSTONE_MS
+        return forget if debts is None else debts
     if session.phase is Phase.OPENING:
-        return None if session.opening is None else session.opening.retry_at_ms
+        due = None if session.opening is None else session.opening.retry_at_ms
+    else:
+        due = _live_due_ms(session, idle_ttl_ms, disconnect_grace_ms)
+    if due is None or debts is None:
+        return due if debts is None else debts
+    return min(due, debts)
+
+
+def _live_due_ms(session: Session, idle_ttl_ms: int | None, disconnect_grace_ms: int) -> int | None:
     due = leases.due_ms(
         session.lease,
         idle_ttl_ms=idle_ttl_ms,
         disconnect_grace_ms=disconnect_grace_ms,
-        busy=session.append is not None,
+        busy=is_busy(session),
     )
     if session.append is not None:
         due = session.append.deadline_ms if due is None else min(due, session.append.deadline_ms)

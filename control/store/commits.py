@@ -105,6 +105,7 @@ class Batch:
         self._strangers: list[Any] = []
         self._ends: list[Any] = []
         self._ended: set[str] = set()
+        self._discarded: set[str] = set()
         self._released: list[Any] = []
         self._dead: list[Any] = []
         self._commands: list[str] = []
@@ -116,7 +117,14 @@ class Batch:
     def is_empty(self) -> bool:
         """Whether there is nothing to commit."""
         return not (
-            self._last or self._commands or self._acks or self._dead or self._fenced or self._strangers or self._events
+            self._last
+            or self._commands
+            or self._acks
+            or self._dead
+            or self._fenced
+            or self._strangers
+            or self._events
+            or None in self._deadlines.values()
         )
 
     @property
@@ -140,6 +148,14 @@ class Batch:
         """Nothing of this life of a stage worker counts any more in this partition."""
         self._fenced.append(worker_id)
 
+    def discard(self, session_id: str) -> None:
+        """What is stored of a session can't be read: all of it goes, so that nothing of it is delivered any more."""
+        self._discarded.add(session_id)
+        self._first.setdefault(session_id, None)
+        self._last.setdefault(session_id, None)
+        self._deadlines[session_id] = None
+        self._end(session_id)
+
     def set_deadline(self, session_id: str, due_ms: int | None) -> None:
         """When to look at the session again; None: never."""
         self._deadlines[session_id] = due_ms
@@ -158,16 +174,15 @@ class Batch:
             self._first.setdefault(session_id, before)
             self._last[session_id] = after
             if lives and not lived:
-                events, answers = self._streams(session_id)
-                self._begins += (session_id, events, answers)
-        # A session that ends here still has its listener for what is said in this very decision.
-        listened = lives or lived
-        incarnation = (after if lives else before or after or NOBODY).fence.incarnation
+                self._begin(session_id)
+        # A session that ends in this batch still has its listener, for what is said after its end, too.
+        listened = lives or lived or session_id in self._ended
+        incarnation = ((after if lives else None) or before or after or NOBODY).fence.incarnation
         for effect in decision.effects:
             match effect:
                 case e.Answer(reply, remember):
                     self._say(session_id, REPLY, encode_event(reply), listened=listened)
-                    if remember is not None and listened:
+                    if remember is not None and (lives or lived):
                         self._answers += (self._position(self._keys.answers(session_id), "l"), encode(remember))
                 case e.Announce(lifecycle):
                     self._say(session_id, LIFECYCLE, encode_event(lifecycle), listened=listened)
@@ -186,9 +201,7 @@ class Batch:
                 case e.ExpireUnlessHeard(output_ms):
                     self._guards += (session_id, output_ms)
         if lived and not lives:
-            events, answers = self._streams(session_id)
-            self._ends += (session_id, events, answers)
-            self._ended.add(session_id)
+            self._end(session_id)
 
     def trim_answers(self, session_id: str, dropped: int) -> None:
         """The oldest `dropped` answers of a session are forgotten."""
@@ -210,13 +223,14 @@ class Batch:
                 states += (session_id, encode(after if not after.cleanups else replace(after, cleanups=())))
             record = None if after is None else fence_record(after)
             known = None if before is None else fence_record(before)
-            if record != known:
+            unsure = session_id in self._discarded
+            if unsure or record != known:
                 if record is None:
                     unfences.append(session_id)
                 else:
                     fences += (session_id, record)
             pending = () if after is None else after.cleanups
-            if pending != (() if before is None else before.cleanups):
+            if unsure or pending != (() if before is None else before.cleanups):
                 if pending:
                     cleanups += (session_id, encode(pending))
                 else:
@@ -299,6 +313,23 @@ class Batch:
             self._position(self._keys.submissions(effect.worker_id), "s"),
             encode(order),
         )
+
+    def _begin(self, session_id: str) -> None:
+        events, answers = self._streams(session_id)
+        self._begins += (session_id, events, answers)
+        # What was said to the id before it lived goes in front, in the same stream: it must not end with a stranger's.
+        strangers, self._strangers = self._strangers, []
+        for i in range(0, len(strangers), 3):
+            name, stream, body = strangers[i : i + 3]
+            if name == session_id:
+                self._events += (name, stream, REPLY, body)
+            else:
+                self._strangers += (name, stream, body)
+
+    def _end(self, session_id: str) -> None:
+        events, answers = self._streams(session_id)
+        self._ends += (session_id, events, answers)
+        self._ended.add(session_id)
 
     def _streams(self, session_id: str) -> tuple[int, int]:
         return (

@@ -10,9 +10,11 @@ producers; the rest is the project's own and may change with the stored layout's
 | `bargein:controls` | zset | control worker id -> alive until (ms) | control workers | while any runs |
 | `bargein:ownership` | stream | hints that ownership may move now | control workers | 16 entries |
 | `bargein:stages` | hash | stage worker id -> stage, capacity, engine | stage workers | until its life is over |
-| `bargein:{w:<id>}` | hash | `state`, `beat`, `capacity`, load figures | that stage worker; `dead`: an owner | an hour past the end |
-| `bargein:{w:<id>}:slots` | hash | session id -> `<incarnation> <token number>` | owners | as above |
-| `bargein:{admission}:slots` | hash | the same for the limit of sessions | owners | while held |
+| `bargein:{w:<id>}` | hash | `state`, `beat`, `capacity`, load | stage worker; `dead`: owner | an hour past a beat |
+| `bargein:{w:<id>}:slots` | hash | session id -> `<incarnation> <token number>` | owners | while held |
+| `bargein:{w:<id>}:owners` | hash | partition -> highest token number that came for a slot | owners | a day |
+| `bargein:{admission}:slots` | hash | the same as a worker's, for the limit of sessions | owners | while held |
+| `bargein:{admission}:owners` | hash | likewise | owners | a day |
 | `bargein:{p}:owner` | hash | `token`, `number`, `holder`, `until_ms`, `revision` | owners | for ever |
 | `bargein:{p}:commands` | stream | what producers want | producers; deleted by the commit | until applied |
 | `bargein:{p}:acks` | stream | what stages and jobs say | stage workers; deleted by the commit | until applied |
@@ -21,12 +23,12 @@ producers; the rest is the project's own and may change with the stored layout's
 | `bargein:{p}:fences` | hash | session id -> what scripts check | owner | while open or closing |
 | `bargein:{p}:cleanups` | hash | session id -> pending cleanups | owner | until confirmed |
 | `bargein:{p}:deadlines` | zset | session id -> due (ms), never later than the true time | owner | with the session |
-| `bargein:{p}:marks` | hash | session id -> event count, bytes, trim marks | owner, publish | while open or closing |
+| `bargein:{p}:marks` | hash | session id -> events, bytes, where to trim | owner, publish | while open or closing |
 | `bargein:{p}:heard` | hash | session id -> last delivered output (ms) | publish | while open or closing |
 | `bargein:{p}:outputs` | hash | request id -> last output number | publish | until released |
 | `bargein:{p}:fenced` | set | stage workers whose life is over | owner | a day past the end |
 | `bargein:{p}:strangers` | zset | session ids without a session -> their events' end (ms) | owner | a minute |
-| `bargein:{p}:events:<session>` | stream | what the session's listener reads | owner, publish | 5 minutes past the end |
+| `bargein:{p}:events:<session>` | stream | what its listener reads | owner, publish | 5 minutes past the end |
 | `bargein:{p}:answers:<session>` | list | what was answered, oldest first | owner | 5 minutes past the end |
 | `bargein:{p}:submissions:<worker>` | stream | input for that life of a stage worker | owner, publish | that life |
 | `bargein:{p}:aborts:<worker>` | stream | what that life has to stop | owner | that life |
@@ -38,11 +40,29 @@ from zlib import crc32
 
 PREFIX = "bargein"
 
+# What the commit writes without looking at the type first, by the name of its attribute in `PartitionKeys`.
+FIXED_TYPES = {
+    "owner": "hash",
+    "commands": "stream",
+    "acks": "stream",
+    "dead": "stream",
+    "sessions": "hash",
+    "fences": "hash",
+    "cleanups": "hash",
+    "deadlines": "zset",
+    "marks": "hash",
+    "heard": "hash",
+    "outputs": "hash",
+    "strangers": "zset",
+    "fenced": "set",
+}
+
 CONFIG = f"{PREFIX}:config"
 CONTROLS = f"{PREFIX}:controls"
 OWNERSHIP = f"{PREFIX}:ownership"
 STAGES = f"{PREFIX}:stages"
 ADMISSION_SLOTS = f"{PREFIX}:{{admission}}:slots"
+ADMISSION_OWNERS = f"{PREFIX}:{{admission}}:owners"
 # The limit of sessions has no life of its own to check; the script finds an empty hash there.
 ADMISSION_STATE = f"{PREFIX}:{{admission}}"
 
@@ -60,6 +80,11 @@ def worker_state(worker_id: str) -> str:
 def worker_slots(worker_id: str) -> str:
     """Who holds a slot at a stage worker."""
     return f"{PREFIX}:{{w:{worker_id}}}:slots"
+
+
+def worker_owners(worker_id: str) -> str:
+    """Which owners have asked a stage worker for slots."""
+    return f"{PREFIX}:{{w:{worker_id}}}:owners"
 
 
 class PartitionKeys:

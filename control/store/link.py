@@ -11,8 +11,8 @@ asks the pool for a connection for every command; both are too much for the comm
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING, Any, cast
 
 import hiredis
 from redis.asyncio import BlockingConnectionPool, ConnectionPool
@@ -26,6 +26,7 @@ if TYPE_CHECKING:
     from redis.asyncio.connection import AbstractConnection
 
 Value = str | bytes | int | float
+_pack = cast("Callable[[tuple[Value, ...]], bytes]", hiredis.pack_command)
 LOST = (RedisConnectionError, RedisTimeoutError, OSError, asyncio.TimeoutError)
 
 
@@ -51,14 +52,18 @@ class Link:
 
     async def try_all(self, commands: Sequence[Sequence[Value]]) -> list[Any]:
         """As `call_all`, but an error answer stands in its place in the list."""
-        packed = b"".join([hiredis.pack_command(tuple(command)) for command in commands])
+        packed = b"".join([_pack(tuple(command)) for command in commands])
         connection = self._connection
         try:
             if connection is None:
-                connection = self._pool.make_connection()
+                connection = self._connection = self._pool.make_connection()
                 await connection.connect()
-                self._connection = connection
-            await connection.send_packed_command(packed, check_health=False)
+            # Not by the connection's own method: it makes a task of every write, and before Python 3.12 a cancellation
+            # that meets the end of such a task is lost.
+            writer: asyncio.StreamWriter = cast("Any", connection)._writer  # noqa: SLF001  there is no other way to it
+            writer.write(packed)
+            async with asyncio.timeout(connection.socket_timeout):
+                await writer.drain()
             answers: list[Any] = []
             for _ in commands:
                 try:
@@ -75,15 +80,26 @@ class Link:
         return (await self.run_all([(script(name), keys, arguments)]))[0]
 
     async def run_all(self, calls: Sequence[tuple[Script, Sequence[str], Sequence[Value]]]) -> list[Any]:
-        """Scripts in one write. One that the server doesn't know yet is loaded and run after the others."""
-        answers = await self.try_all([("EVALSHA", s.sha, len(keys), *keys, *args) for s, keys, args in calls])
-        for index, answer in enumerate(answers):
-            if isinstance(answer, NoScriptError):
-                known, keys, arguments = calls[index]
-                await self.call("SCRIPT", "LOAD", known.text)
-                answers[index] = await self.call("EVALSHA", known.sha, len(keys), *keys, *arguments)
-            elif isinstance(answer, RedisError):
+        """Scripts in one write. Raises the first error answer after all answers are read."""
+        answers = await self.try_run_all(calls)
+        for answer in answers:
+            if isinstance(answer, RedisError):
                 raise answer
+        return answers
+
+    async def try_run_all(self, calls: Sequence[tuple[Script, Sequence[str], Sequence[Value]]]) -> list[Any]:
+        """As `run_all`, but an error answer stands in its place in the list.
+
+        A script that the server doesn't know yet is loaded, and its calls are run after the others.
+        """
+        commands = [("EVALSHA", s.sha, len(keys), *keys, *args) for s, keys, args in calls]
+        answers = await self.try_all(commands)
+        unknown = [index for index, answer in enumerate(answers) if isinstance(answer, NoScriptError)]
+        if unknown:
+            texts = {calls[index][0].text for index in unknown}
+            again = [*(("SCRIPT", "LOAD", text) for text in texts), *(commands[index] for index in unknown)]
+            for index, answer in zip(unknown, (await self.try_all(again))[len(texts) :], strict=True):
+                answers[index] = answer
         return answers
 
     async def close(self) -> None:

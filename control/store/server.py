@@ -6,7 +6,8 @@ Responsible for refusing a server that would lose state silently, and for `barge
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+import re
+from typing import TYPE_CHECKING, Any, cast
 
 from redis.exceptions import AuthenticationError, NoPermissionError, ResponseError
 
@@ -15,6 +16,8 @@ from control.store.link import LOST
 from control.wire.commands import PROTOCOL
 
 if TYPE_CHECKING:
+    from collections.abc import Awaitable
+
     from redis.asyncio import Redis
 
 OLDEST = (7, 0)
@@ -40,7 +43,8 @@ async def check_server(redis: Redis, url: str) -> dict[str, Any]:
             "`bargein up` brings one along"
         ) from error
     version = str(info.get("redis_version", "0"))
-    if tuple(int(part) for part in version.split(".")[:2]) < OLDEST:
+    numbers = [int(digits) for digits in re.findall(r"\d+", version)[:2]]
+    if tuple(numbers) < OLDEST:
         raise Unusable(f"Redis at {where} is version {version}; 7.0 or later is needed (or any Valkey)")
     policy = info.get("maxmemory_policy")
     if policy not in (None, "noeviction"):
@@ -53,17 +57,22 @@ async def check_server(redis: Redis, url: str) -> dict[str, Any]:
 
 async def agree_on_config(redis: Redis, partitions: int) -> None:
     """Write `bargein:config` if nobody has, else compare. Raises `Unusable` on a mismatch."""
-    wanted = {"protocol": PROTOCOL, "partitions": partitions, "layout": LAYOUT}
-    async with redis.pipeline(transaction=True) as pipe:
-        for field, value in wanted.items():
-            pipe.hsetnx(keys.CONFIG, field, str(value))
-        pipe.hgetall(keys.CONFIG)
-        found: dict[Any, Any] = (await pipe.execute())[-1]
-    stored = {_text(field): int(value) for field, value in found.items()}
+    wanted = {"protocol": str(PROTOCOL), "partitions": str(partitions), "layout": str(LAYOUT)}
+    try:
+        stored = _texts(await cast("Awaitable[dict[Any, Any]]", redis.hgetall(keys.CONFIG)))
+        # Not written where it is there already: a server that is full must still be drained.
+        if not wanted.keys() <= stored.keys():
+            async with redis.pipeline(transaction=True) as pipe:
+                for field, value in wanted.items():
+                    pipe.hsetnx(keys.CONFIG, field, value)
+                pipe.hgetall(keys.CONFIG)
+                stored = _texts((await pipe.execute())[-1])
+    except ResponseError as error:
+        raise Unusable(f"{keys.CONFIG} can't be read or written: {error}") from error
     for field, value in wanted.items():
-        if stored.get(field) != value:
+        if stored[field] != value:
             raise Unusable(
-                f"{keys.CONFIG} says {field} = {stored.get(field)}, this process is set to {value}. "
+                f"{keys.CONFIG} says {field} = {stored[field]}, this process is set to {value}. "
                 "All processes of one Redis use the same; stored sessions don't move by themselves"
             )
 
@@ -74,5 +83,9 @@ def _public(url: str) -> str:
     return f"{scheme}://{rest.rpartition('@')[2]}" if scheme else rest.rpartition("@")[2]
 
 
+def _texts(found: dict[Any, Any]) -> dict[str, str]:
+    return {_text(field): _text(value) for field, value in found.items()}
+
+
 def _text(value: bytes | str) -> str:
-    return value.decode() if isinstance(value, bytes) else value
+    return value.decode(errors="replace") if isinstance(value, bytes) else value

@@ -1,7 +1,7 @@
 """Slots: who holds one at which stage worker, and at the limit of sessions.
 
 Responsible for the arguments of `lua/slot.lua`. Leaves the choice of workers to the core, and when to ask to the owner,
-only after the commit that records it. Talks to Redis. Keeps I9; a lower token changes nothing (S75).
+only after the commit that records it. Pure. Keeps I9; a lower token changes nothing (S75).
 """
 
 from __future__ import annotations
@@ -28,13 +28,20 @@ class Slot(IntEnum):
 
 
 def slot_call(
-    what: str, holder: str, session_id: str, incarnation: int, token_number: int, max_sessions: int | None
+    what: str,
+    holder: str,
+    session_id: str,
+    incarnation: int,
+    *,
+    partition: int,
+    token_number: int,
+    max_sessions: int | None,
 ) -> tuple[Script, Sequence[str], Sequence[Any]]:
-    """A call for `Link.run_all`. `what`: take or free."""
+    """A call for `Link.try_run_all`. `what`: take or free. `token_number`: that of the partition's owner."""
     if holder == ADMISSION:
-        names = (keys.ADMISSION_STATE, keys.ADMISSION_SLOTS)
+        names = (keys.ADMISSION_STATE, keys.ADMISSION_SLOTS, keys.ADMISSION_OWNERS)
         limit: int | str = max_sessions or 0
     else:
-        names = (keys.worker_state(holder), keys.worker_slots(holder))
+        names = (keys.worker_state(holder), keys.worker_slots(holder), keys.worker_owners(holder))
         limit = ""
-    return script("slot"), names, (what, session_id, incarnation, token_number, limit)
+    return script("slot"), names, (what, session_id, incarnation, token_number, limit, partition)

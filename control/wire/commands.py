@@ -24,6 +24,10 @@ from control.wire.limits import Limits
 
 PROTOCOL = 1
 
+# What a configuration may hold: no deeper than this, and the integers that MessagePack has.
+MAX_LEVELS = 64
+MIN_INTEGER, MAX_INTEGER = -(2**63), 2**64 - 1
+
 _JSON_BRACE = ord("{")
 
 
@@ -157,6 +161,8 @@ def _received(body: Any, payload: bytes | None, limits: Limits, *, json: bool) -
         case _Append():
             return _append(body, common, payload, limits, json=json)
         case _Open():
+            _require_plain("$.capabilities.input_modes", body.capabilities.input_modes)
+            _require_plain_config(body)
             return Received(
                 c.Open(
                     **common,
@@ -173,6 +179,7 @@ def _received(body: Any, payload: bytes | None, limits: Limits, *, json: bool) -
                 kind = c.Update
             else:
                 return Received(c.UnknownSignal(**common, event=body.event))
+            _require_plain_config(body)
             return Received(
                 kind(
                     **common,
@@ -234,6 +241,27 @@ def _inline_payload(body: _Append, *, json: bool) -> bytes:
         raise _Refused(Code.INVALID_ARGUMENT, f"$.payload: {error}") from error
 
 
+def _require_plain_config(body: _Open | _Signal) -> None:
+    _require_plain("$.session_config", body.session_config)
+    _require_plain("$.runtime_config", body.runtime_config)
+
+
+def _require_plain(path: str, value: Any) -> None:
+    """Refuse what could be read here but not packed again, or not read again by whoever stands deeper in its stack."""
+    level, values = 0, [value]
+    while values:
+        if any(isinstance(x, int) and not MIN_INTEGER <= x <= MAX_INTEGER for x in values):
+            raise _Refused(Code.INVALID_ARGUMENT, f"{path}: an integer in it has more than 64 bits")
+        if level > MAX_LEVELS:
+            raise _Refused(Code.INVALID_ARGUMENT, f"{path}: it is nested more than {MAX_LEVELS} levels deep")
+        level += 1
+        values = [inner for x in values if isinstance(x, dict | list | tuple) for inner in _parts(x)]
+
+
+def _parts(container: Any) -> list[Any]:
+    return [*container, *container.values()] if isinstance(container, dict) else list(container)
+
+
 def _read_header(body: bytes) -> _Header:
     decoder = _header_from_json if body[:1] and body[0] == _JSON_BRACE else _header_from_msgpack
     try:
@@ -254,7 +282,7 @@ def _header_of(body: Any) -> _Header:
 
 def _malformed(header: _Header, code: Code, message: str, limits: Limits) -> Received:
     if not isinstance(header.session_id, str):
-        raise Unreadable(f"$.session_id: missing or not a string, so nobody can be answered; {message}")
+        raise Unreadable(f"$.session_id: missing or not a string, so nobody can be answered; {message[:200]}")
     wrong = _find_id_fault(header.session_id, limits.session_id_bytes)
     if wrong is not None:
         raise Unreadable(f"$.session_id: {wrong}")

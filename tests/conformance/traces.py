@@ -48,8 +48,8 @@ def find_differences(expect: dict[str, Any], seen: Seen) -> list[str]:
     _compare(
         wrong,
         "lifecycle",
-        [(e["event"], e["reason"], e["fence"]["session_id"]) for e in expect["lifecycle"]],
-        [(e["event"], e["reason"], e["session_id"]) for e in seen.lifecycle],
+        sorted((e["fence"]["session_id"], e["event"], e["reason"]) for e in expect["lifecycle"]),
+        sorted((e["session_id"], e["event"], e["reason"]) for e in seen.lifecycle),
     )
     _compare(wrong, "submitted", [_plain_submission(s) for s in expect["submitted"]], seen.submitted)
     _compare(wrong, "cleaned", sorted(set(expect["cleaned"])), sorted(seen.cleaned))

@@ -34,6 +34,9 @@ if TYPE_CHECKING:
     from control.core.fence import Fence
     from control.core.scene import Scene
 
+# A message may quote what a producer or a stage sent, which may be as long as a body; the event stream is bounded.
+MESSAGE_MAX_CHARS = 500
+
 
 def accepted(
     scene: Scene,
@@ -109,15 +112,16 @@ def answer(
         session_id=scene.session_id,
         ok=rejection is None,
         code=code,
-        message="" if rejection is None else rejection.message,
+        message="" if rejection is None else rejection.message[:MESSAGE_MAX_CHARS],
         retryable=code in RETRYABLE,
         fence=fence,
         accepted_fence=accepted_fence,
         lease_generation=generation,
         detail=detail,
     )
-    # A retryable answer is no answer for good (D5); a refused id that never lived must not grow a memory (S14).
-    if code in RETRYABLE or (code is not None and not known):
+    # A retryable answer is no answer for good (D5); an id without a life must not grow a memory (S14), and what came
+    # without a control id can't be told apart from the next of its kind.
+    if code in RETRYABLE or (not known and (code is not None or session.ended is None)) or not control_id:
         return Answer(reply)
     key = digest(control_id)
     return Answer(reply, Answered(key, op, code, scene.now_ms, accepted_fence, generation, numbers, operation))
@@ -142,8 +146,10 @@ def find_generation_refusal(session: Session, command: Command) -> tuple[Code, s
         return None
     return (
         Code.FAILED_PRECONDITION,
-        f"session {command.session_id!r} was taken over: its lease generation is {session.lease.generation}, "
-        f"the command expects {expected}; resume the session first",
+        (
+            f"session {command.session_id!r} was taken over: its lease generation is {session.lease.generation}, "
+            f"the command expects {expected}; resume the session first"
+        ),
     )
 
 
@@ -166,36 +172,36 @@ def _spell(fence: Fence) -> str:
 
 def find_repeat(scene: Scene, session: Session, command: Command) -> Decision | None:
     """The decision for a control id that was answered already, or whose answer is on its way (I4, D5)."""
-    if _is_under_way(session, command.control_id):
+    op = op_of(command)
+    under_way = _find_op_under_way(session, command.control_id)
+    if under_way == op:
         return Decision(session)
     answered = scene.answers.find(command.control_id)
-    if answered is None:
+    if answered is not None and answered.op == op:
+        return Decision(session, (Answer(replay(scene, session, command, answered)),))
+    used_for = under_way if answered is None else answered.op
+    if used_for is None:
         return None
-    if answered.op != op_of(command):
-        return Decision(
-            session,
-            (
-                Answer(
-                    _again(
-                        command,
-                        answered,
-                        None,
-                        Code.INVALID_ARGUMENT,
-                        f"control_id {command.control_id!r} of session {command.session_id!r} was used for "
-                        f"{answered.op!r} before; give every command an id of its own",
-                    )
-                ),
-            ),
-        )
-    return Decision(session, (Answer(replay(scene, session, command, answered)),))
+    message = (
+        f"control_id {command.control_id!r} of session {command.session_id!r} was used for {used_for!r} before; "
+        "give every command an id of its own"
+    )
+    # Not remembered: the id belongs to the other command.
+    bad = refusal(scene, session, command, Rejection(Code.INVALID_ARGUMENT, message))
+    return Decision(session, (Answer(bad.reply),))
 
 
-def _is_under_way(session: Session, control_id: str) -> bool:
+def _find_op_under_way(session: Session, control_id: str) -> str | None:
+    """The op of the command that `control_id` names, if its answer is still to come."""
     if session.append is not None and session.append.control_id == control_id:
-        return True
+        return "append"
     if session.opening is not None and session.opening.control_id == control_id:
-        return True
-    return any(owed.control_id == control_id for cleanup in session.cleanups for owed in cleanup.owed)
+        return "open"
+    for cleanup in session.cleanups:
+        for owed in cleanup.owed:
+            if owed.control_id == control_id:
+                return owed.op
+    return None
 
 
 def replay(scene: Scene, session: Session, command: Command, answered: Answered) -> Reply:
@@ -227,7 +233,7 @@ def _detail_again(scene: Scene, session: Session, command: Command, answered: An
     match command:
         case Open():
             return replies.OpenDetail(
-                implementation_level=session.implementation_level,
+                implementation_level=command.capabilities.level,
                 session_mode=command.session_mode,
                 scheduler_request_context=policy,
                 request_id=request_id(command.session_id, fence.incarnation, fence.epoch, 0) if policy else None,
@@ -238,7 +244,7 @@ def _detail_again(scene: Scene, session: Session, command: Command, answered: An
         case Cancel() | Update():
             return replies.SignalDetail(event=command.event, fence=fence, next_fence=command.next_fence)
         case Close():
-            return replies.CloseDetail(reason=command.reason)
+            return None if answered.numbers else replies.CloseDetail(reason=command.reason)
         case Touch():
             return replies.TouchDetail(activity=command.activity, lease_generation=answered.numbers[0])
         case Resume():

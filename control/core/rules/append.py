@@ -15,7 +15,7 @@ from control.core import replies
 from control.core import requests as ledger
 from control.core.answers import Operation, digest
 from control.core.cleanup import CleanupKind
-from control.core.effects import Decision, Submit
+from control.core.effects import Decision, Release, Submit
 from control.core.fence import Fence, is_acceptable
 from control.core.rejections import CODES, Code, Rejection
 from control.core.requests import Request, RequestPhase
@@ -105,8 +105,12 @@ def note_rejected(scene: Scene, session: Session, event: Rejected) -> Decision:
     under_way = session.append
     if under_way is None or not _is_this(session, under_way, event.incarnation, event.number):
         return Decision(session)
-    requests = session.requests
-    if under_way.first:
+    requests, released = session.requests, ()
+    if under_way.first and under_way.fence.epoch > session.fence.epoch:
+        # The fence hasn't moved, so nothing of that epoch stays: a row of refused epochs must not fill the ledger.
+        requests = ledger.release(requests, (under_way.fence.epoch,))
+        released = (Release((under_way.fence.epoch,)),)
+    elif under_way.first:
         requests = ledger.put(requests, ledger.reserve(under_way.fence))
     session = replace(session, append=None, requests=requests, lease=leases.touch(session.lease, scene.now_ms))
     code = Code(event.code) if event.code in CODES else Code.FAILED_PRECONDITION
@@ -118,7 +122,7 @@ def note_rejected(scene: Scene, session: Session, event: Rejected) -> Decision:
         under_way.fence,
         rejection=Rejection(code, event.message),
     )
-    return Decision(session, (reply,))
+    return Decision(session, (*released, reply))
 
 
 def give_up_append(scene: Scene, session: Session, under_way: AppendUnderWay) -> Step:
@@ -128,7 +132,8 @@ def give_up_append(scene: Scene, session: Session, under_way: AppendUnderWay) ->
     the abort, so the floor rises above it and the producer goes on with a cancel (S72).
     """
     epoch = under_way.fence.epoch
-    session = replace(session, append=None, floor=max(session.floor, epoch + 1))
+    lease = leases.touch(session.lease, scene.now_ms)
+    session = replace(session, append=None, floor=max(session.floor, epoch + 1), lease=lease)
     timed_out = answer(
         scene,
         session,
@@ -230,14 +235,18 @@ def _find_state_refusal(session: Session, command: Append) -> tuple[Code, str] |
     if command.mode not in session.input_modes:
         return (
             Code.INVALID_ARGUMENT,
-            f"$.mode: session {command.session_id!r} was opened with {', '.join(session.input_modes)}, "
-            f"not with {command.mode!r}",
+            (
+                f"$.mode: session {command.session_id!r} was opened with {', '.join(session.input_modes)}, "
+                f"not with {command.mode!r}"
+            ),
         )
     if command.fence.epoch < session.floor:
         return (
             Code.FAILED_PRECONDITION,
-            f"epoch {command.fence.epoch} of session {command.session_id!r} is lost (epoch_lost); "
-            f"go on with a cancel to epoch {session.floor} or higher",
+            (
+                f"epoch {command.fence.epoch} of session {command.session_id!r} is lost (epoch_lost); "
+                f"go on with a cancel to epoch {session.floor} or higher"
+            ),
         )
     return None
 

@@ -47,8 +47,10 @@ def resume(scene: Scene, session: Session, command: Resume) -> Decision:
     if bad is None and expected != generation:
         bad = (
             Code.INVALID_ARGUMENT,
-            f"$.expected_lease_generation: session {command.session_id!r} is at lease generation {generation}, "
-            f"not {expected}",
+            (
+                f"$.expected_lease_generation: session {command.session_id!r} is at lease generation {generation}, "
+                f"not {expected}"
+            ),
         )
     if bad is not None:
         return refused(scene, session, command, *bad)

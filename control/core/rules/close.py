@@ -12,8 +12,8 @@ from msgspec.structs import replace
 from control.core import cleanup as cleanups
 from control.core import lease as leases
 from control.core import requests as ledger
-from control.core.cleanup import OwedReply
-from control.core.effects import Decision, Effect, ExpireUnlessHeard
+from control.core.cleanup import CleanupKind, OwedReply
+from control.core.effects import Decision, ExpireUnlessHeard
 from control.core.fence import is_acceptable
 from control.core.rejections import Code, Rejection
 from control.core.requests import RequestPhase
@@ -25,8 +25,9 @@ from control.core.rules.answering import (
     stale_message,
 )
 from control.core.rules.append import give_up_append
-from control.core.rules.release import ask, end, find_end, finish
+from control.core.rules.release import ask, ask_debts, end, find_end, finish
 from control.core.rules.turn import interruption
+from control.core.session import is_busy
 
 if TYPE_CHECKING:
     from control.core.commands import Close, Command, Due, Poisoned, RequestFailed, StageLost
@@ -36,6 +37,9 @@ if TYPE_CHECKING:
 REQUEST_FAILED = "request_failed"
 STAGE_LOST = "stage_lost"
 COMMAND_FAILED = "command_failed"
+
+# How the memory of answers tells the close of nobody, which has no detail, from one that ended something.
+NOTHING_CLOSED = (0,)
 
 
 def close(scene: Scene, session: Session, command: Close) -> Decision:
@@ -68,7 +72,7 @@ def close_again(scene: Scene, session: Session, command: Close) -> Decision:
 
 def close_nobody(scene: Scene, session: Session, command: Close) -> Decision:
     """Nothing lives under the id: that is what the command wanted (S12)."""
-    return Decision(session, (accepted(scene, session, command, None),))
+    return Decision(session, (accepted(scene, session, command, None, numbers=NOTHING_CLOSED),))
 
 
 def refuse_not_found(scene: Scene, session: Session, command: Command) -> Decision:
@@ -83,13 +87,14 @@ def fail_request(scene: Scene, session: Session, event: RequestFailed) -> Decisi
 
     The late failure of a request that is being cleaned up is charged to that request (S37), unless the cleanup has
     failed before: then the stage could neither stop the request nor keep it, and the session ends as in the reference.
+    An append that timed out is none of the reference's cases; its producer has been told that the epoch is lost (S72).
     """
     request = ledger.find(session.requests, event.epoch)
     if event.incarnation != session.fence.incarnation or request is None or event.worker_id not in session.route:
         return Decision(session)
     if request.phase is RequestPhase.CLEANING:
         pending = cleanups.find_covering(session.cleanups, event.epoch)
-        if pending is None or not pending.failed:
+        if pending is None or not pending.failed or pending.kind is CleanupKind.APPEND:
             return Decision(session)
     return end(scene, session, REQUEST_FAILED)
 
@@ -107,11 +112,11 @@ def end_poisoned(scene: Scene, session: Session, event: Poisoned) -> Decision:  
 
 
 def look_at_clock(scene: Scene, session: Session, event: Due) -> Decision:
-    """Whatever time has come for: the append's, the waiting commands', the cleanups', at last the lease's.
+    """Whatever time has come for: the append's, the waiting commands', the cleanups', the debts', at last the lease's.
 
     While closing only the middle two are left; the lease is terminal then.
     """
-    effects: tuple[Effect, ...] = ()
+    session, effects = ask_debts(scene, session)
     now_ms = scene.now_ms
     if event.may_expire and session.append is not None and session.append.deadline_ms <= now_ms:
         session, effects = give_up_append(scene, session, session.append)
@@ -120,7 +125,8 @@ def look_at_clock(scene: Scene, session: Session, event: Due) -> Decision:
         if event.may_expire and any(owed.deadline_ms <= now_ms for owed in cleanup.owed):
             late = tuple(owed for owed in cleanup.owed if owed.deadline_ms <= now_ms)
             due = replace(cleanup, owed=tuple(owed for owed in cleanup.owed if owed.deadline_ms > now_ms), failed=True)
-            session = replace(session, cleanups=cleanups.put(session.cleanups, due))
+            lease = leases.touch(session.lease, now_ms)
+            session = replace(session, cleanups=cleanups.put(session.cleanups, due), lease=lease)
             rejection = Rejection(
                 Code.TIMEOUT,
                 f"stage workers {', '.join(cleanup.waiting)} of session {scene.session_id!r} have not confirmed in "
@@ -139,7 +145,7 @@ def look_at_clock(scene: Scene, session: Session, event: Due) -> Decision:
         idle_ttl_ms=settings.idle_ttl_ms,
         disconnect_grace_ms=settings.disconnect_grace_ms,
         output_ms=event.output_ms,
-        busy=session.append is not None,
+        busy=is_busy(session),
     )
     if reason is None:
         if event.output_ms > session.lease.last_activity_ms and session.lease.terminal_reason is None:

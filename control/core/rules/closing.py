@@ -54,7 +54,10 @@ def cancel_closing(scene: Scene, session: Session, command: Cancel) -> Decision:
         session = configure(scene, session, command.session_config, command.runtime_config)
         decision = refused(scene, session, command, Code.FAILED_PRECONDITION, message)
         return replace(decision, effects=(raised, *decision.effects))
-    session, aborts = begin(scene, session, CleanupKind.CANCEL, epochs, (owed_cancel(scene, command),))
+    # Whoever the end doesn't wait for any more has confirmed these requests with it, or is gone.
+    end = find_end(session)
+    waiting = () if end is None else end.waiting
+    session, aborts = begin(scene, session, CleanupKind.CANCEL, epochs, (owed_cancel(scene, command),), waiting)
     return Decision(session, (raised, *aborts))
 
 

@@ -18,7 +18,7 @@ from control.core.replies import Lifecycle, OpenDetail
 from control.core.requests import request_id, reserve
 from control.core.rules.answering import accepted, answer, refused, stale_message
 from control.core.rules.configure import pack
-from control.core.rules.release import leave
+from control.core.rules.release import ask_debts, leave
 from control.core.scene import ADMISSION
 from control.core.session import LAYOUT, Debt, Ended, Opening, Phase, Session
 
@@ -45,7 +45,6 @@ INPUT_MODES = (
     "rollback_to_checkpoint",
     TURN_COMMIT_ONLY,
 )
-DEFAULT_LEVEL = "serving_session_adapter"
 
 
 def open_session(scene: Scene, session: Session, command: Open) -> Decision:
@@ -80,7 +79,7 @@ def open_session(scene: Scene, session: Session, command: Open) -> Decision:
         Lease(0, scene.now_ms),
         floor=command.fence.epoch,
         session_mode=command.session_mode,
-        implementation_level=str(capabilities.implementation_level or DEFAULT_LEVEL),
+        implementation_level=capabilities.level,
         input_modes=tuple(dict.fromkeys(str(m) for m in capabilities.input_modes or (TURN_COMMIT_ONLY,))),
         config=config,
         route=route,
@@ -127,11 +126,12 @@ def leave_lost_route(scene: Scene, session: Session, event: StageLost) -> Decisi
 
 def retry_placement(scene: Scene, session: Session, event: Due) -> Decision:  # noqa: ARG001
     """No word from placement for a while, or a new owner has taken over: ask again, it is idempotent."""
+    session, pay = ask_debts(scene, session)
     opening = session.opening
     if opening is None or opening.retry_at_ms > scene.now_ms:
-        return Decision(session)
+        return Decision(session, pay)
     again = replace(opening, retry_at_ms=scene.now_ms + scene.settings.placement_retry_ms)
-    return Decision(replace(session, opening=again), (Place(opening.attempt, session.holders),))
+    return Decision(replace(session, opening=again), (*pay, Place(opening.attempt, session.holders)))
 
 
 def close_while_opening(scene: Scene, session: Session, command: Close) -> Decision:
@@ -167,14 +167,9 @@ def note_debt_paid(scene: Scene, session: Session, event: DebtPaid) -> Decision:
 
 def keep_vacant(scene: Scene, session: Session, event: Due) -> Decision:  # noqa: ARG001
     """Ask again for slots that were not given back; forget a tombstone once its hour is over."""
-    due = tuple(debt for debt in session.debts if debt.retry_at_ms <= scene.now_ms)
-    if due:
-        retry_at_ms = scene.now_ms + scene.settings.placement_retry_ms
-        debts = tuple(replace(d, retry_at_ms=retry_at_ms) if d in due else d for d in session.debts)
-        return Decision(replace(session, debts=debts), (Pay(due),))
     if not session.debts and session.is_forgettable(scene.now_ms):
         return Decision(None)
-    return Decision(session)
+    return Decision(*ask_debts(scene, session))
 
 
 def _opened(scene: Scene, session: Session) -> Decision:
@@ -215,15 +210,16 @@ def _choose_again(scene: Scene, session: Session, refused_by: str) -> Decision:
         return _give_up(scene, session, Rejection(Code.RESOURCE_EXHAUSTED, _no_slot(scene.session_id)), session.ended)
     retry_at_ms = scene.now_ms + scene.settings.placement_retry_ms
     holders = (*route, ADMISSION) if scene.settings.limit_sessions else route
-    # A worker that was asked before and isn't on the new route may have given a slot: that is owed back.
-    left = tuple(
-        Debt(holder, session.fence.incarnation, retry_at_ms) for holder in session.holders if holder not in holders
-    )
+    incarnation = session.fence.incarnation
+    # A worker that was asked before and isn't on the new route may have given a slot: that is owed back. One that owes
+    # from an earlier try and is on the route again holds it: what is held must not be given back.
+    left = tuple(Debt(holder, incarnation, retry_at_ms) for holder in session.holders if holder not in holders)
+    owed = tuple(d for d in session.debts if d.incarnation != incarnation or d.holder not in holders)
     again = replace(
         session,
         route=route,
         holders=holders,
-        debts=(*session.debts, *left),
+        debts=(*owed, *left),
         opening=None if opening is None else replace(opening, attempt=attempt, retry_at_ms=retry_at_ms),
     )
     effects: tuple[Effect, ...] = (Pay(left),) if left else ()

@@ -94,11 +94,13 @@ def settle(scene: Scene, session: Session, cleanup: Cleanup) -> Decision:
     if cleanup.waiting:
         return Decision(replace(session, cleanups=cleanups.put(session.cleanups, cleanup)))
     if cleanup.kind is CleanupKind.END:
-        # Its aborts named every request that was left, those of other cleanups too.
-        owed = tuple(o for pending in session.cleanups for o in pending.owed)
+        # Its aborts named every request that was left, those of other cleanups too. Those belong to cancels that came
+        # while the session was closing, which is never ok.
+        late = tuple(o for pending in session.cleanups if pending.number != cleanup.number for o in pending.owed)
         epochs = tuple(request.epoch for request in session.requests)
-        session = replace(session, requests=(), cleanups=())
-        return finish(scene, session, owed, (Release(epochs),) if epochs else ())
+        released: tuple[Effect, ...] = (Release(epochs),) if epochs else ()
+        effects = (*released, *(owed_answer(scene, session, o, _closing(scene, session)) for o in late))
+        return finish(scene, replace(session, requests=(), cleanups=()), cleanup.owed, effects)
     session = replace(
         session,
         requests=ledger.release(session.requests, cleanup.epochs),
@@ -108,12 +110,15 @@ def settle(scene: Scene, session: Session, cleanup: Cleanup) -> Decision:
     for owed in cleanup.owed:
         session = configure(scene, session, owed.session_config, owed.runtime_config)
         if session.phase is Phase.CLOSING:
-            refusal = Rejection(Code.FAILED_PRECONDITION, closing_message(session, scene.session_id))
-            effects = (*effects, owed_answer(scene, session, owed, refusal))
+            effects = (*effects, owed_answer(scene, session, owed, _closing(scene, session)))
             continue
         session = replace(session, lease=leases.touch(session.lease, scene.now_ms))
         effects = (*effects, owed_answer(scene, session, owed))
     return Decision(session, effects)
+
+
+def _closing(scene: Scene, session: Session) -> Rejection:
+    return Rejection(Code.FAILED_PRECONDITION, closing_message(session, scene.session_id))
 
 
 def _without(pending: tuple[Cleanup, ...], epochs: tuple[int, ...]) -> tuple[Cleanup, ...]:
@@ -196,6 +201,16 @@ def leave(scene: Scene, session: Session, ended: Ended | None) -> Session:
     return vacant(debts=debts, ended=ended)
 
 
+def ask_debts(scene: Scene, session: Session) -> Step:
+    """Ask again for the slots that were not given back, whatever the session does meanwhile."""
+    due = tuple(debt for debt in session.debts if debt.retry_at_ms <= scene.now_ms)
+    if not due:
+        return session, ()
+    retry_at_ms = scene.now_ms + scene.settings.placement_retry_ms
+    debts = tuple(replace(d, retry_at_ms=retry_at_ms) if d in due else d for d in session.debts)
+    return replace(session, debts=debts), (Pay(due),)
+
+
 def announce(scene: Scene, session: Session, event: str, reason: str | None = None) -> Announce:
     """A lifecycle event at the session's accepted fence."""
     return Announce(
@@ -234,6 +249,8 @@ def note_failed_cleanup(scene: Scene, session: Session, event: CleanupFailed) ->
         "it is asked again until it has",
     )
     answers = tuple(owed_answer(scene, session, owed, rejection) for owed in cleanup.owed)
+    if answers:
+        session = replace(session, lease=leases.touch(session.lease, scene.now_ms))
     return Decision(
         replace(session, cleanups=cleanups.put(session.cleanups, replace(cleanup, owed=(), failed=True))),
         answers,

@@ -113,17 +113,18 @@ def cancel(scene: Scene, session: Session, command: Cancel) -> Decision:
     except (TypeError, ValueError) as error:
         return refused(scene, session, command, Code.INVALID_ARGUMENT, f"$.runtime_config: {error}")
     pending = cleanups.find_covering(session.cleanups, command.fence.epoch)
-    if command.fence.epoch < session.fence.epoch and pending is not None:
-        # A late cancel: that epoch is over. It waits for the cleanup that still runs, and asks for it again (D2).
-        joined = replace(pending, owed=(*pending.owed, owed_cancel(scene, command)))
-        return Decision(*ask(scene, session, joined))
+    owed = owed_cancel(scene, command)
     effects: tuple[Effect, ...] = ()
     number = session.number
     if command.fence.epoch >= session.fence.epoch:
-        owed = (owed_cancel(scene, command),)
-        session, effects = advance(scene, session, command.next_fence, CleanupKind.CANCEL, owed)
+        session, effects = advance(scene, session, command.next_fence, CleanupKind.CANCEL, (owed,))
     if cleanups.find(session.cleanups, number + 1) is not None:
         return Decision(session, effects)
+    if pending is not None:
+        # That epoch is over already: the cancel is late (D2), or an append of it has timed out (S72). It waits for the
+        # cleanup that still runs, and asks for it again.
+        session, aborts = ask(scene, session, replace(pending, owed=(*pending.owed, owed)))
+        return Decision(session, (*effects, *aborts))
     session = replace(
         session,
         config=configured.config,
@@ -148,6 +149,7 @@ def owed_cancel(scene: Scene, command: Cancel) -> OwedReply:
 
 
 def find_cancel_refusal(scene: Scene, session: Session, command: Cancel, next_fence: Fence) -> tuple[Code, str] | None:
+    """A cancel's own guard: of this life, to a higher epoch, from a fence that somebody has come with before."""
     fence = command.fence
     incarnation = session.fence.incarnation
     if fence.incarnation != incarnation or next_fence.incarnation != incarnation:

@@ -1,10 +1,12 @@
 #!lua flags=allow-oom
--- A stage worker's heartbeat: a counter that moves, and its load. A life that is over stays over (S40).
+-- A stage worker's heartbeat: a counter that moves, and its load. A life that is over stays over (S40), and one that
+-- the server has forgotten is over too (S50).
 --
 -- KEYS   1 the worker's state
 -- ARGV   1 how long the record is kept after the last beat (ms), then field, value, ...
 -- returns the counter, or 0 if this life is over
-if redis.call('HGET', KEYS[1], 'state') == 'dead' then return 0 end
+local state = redis.call('HGET', KEYS[1], 'state')
+if not state or state == 'dead' then return 0 end
 if #ARGV > 1 then redis.call('HSET', KEYS[1], unpack(ARGV, 2)) end
 redis.call('PEXPIRE', KEYS[1], ARGV[1])
 return redis.call('HINCRBY', KEYS[1], 'beat', 1)

@@ -31,7 +31,8 @@ local COMMITTED, LOST_OWNERSHIP, STALE_REVISION, HEARD_SINCE, WRONG_TYPE = 0, 1,
 local EVENTS_KEPT, ENDED_MS = 64, 300000
 local STRANGERS_KEPT, STRANGER_MS, STRANGER_EVENTS = 1000, 60000, 64
 local DEAD_KEPT, DEAD_BYTES = 10000, 4096
-local CHUNK = 4000
+local FENCED_MS = 86400000
+local FIXED, CHUNK = 13, 4000
 local TYPES = {s = 'stream', l = 'list'}
 
 local time = redis.call('TIME')
@@ -53,15 +54,9 @@ local function section(width)
   return from, at - 1
 end
 
-local function call_with(command, key, from, to, ...)
-  local lead = {...}
+local function call_with(command, key, from, to)
   for start = from, to, CHUNK do
-    local stop = math.min(start + CHUNK - 1, to)
-    if #lead == 0 then
-      redis.call(command, key, unpack(ARGV, start, stop))
-    else
-      redis.call(command, key, lead[1], unpack(ARGV, start, stop))
-    end
+    redis.call(command, key, unpack(ARGV, start, math.min(start + CHUNK - 1, to)))
   end
 end
 
@@ -72,9 +67,9 @@ for i = guards, guards_to, 2 do
 end
 local types = ARGV[4]
 for i = 1, #types do
-  local found = redis.call('TYPE', KEYS[13 + i]).ok
+  local found = redis.call('TYPE', KEYS[FIXED + i]).ok
   if found ~= 'none' and found ~= TYPES[string.sub(types, i, i)] then
-    return {WRONG_TYPE, revision, now_ms, KEYS[13 + i]}
+    return {WRONG_TYPE, revision, now_ms, KEYS[FIXED + i]}
   end
 end
 
@@ -83,6 +78,7 @@ redis.call('HSET', KEYS[1], 'revision', revision + 1)
 
 local from, to = section(1)
 call_with('SADD', KEYS[13], from, to)
+if from <= to then redis.call('PEXPIRE', KEYS[13], FENCED_MS) end
 from, to = section(2)
 call_with('HSET', KEYS[5], from, to)
 from, to = section(1)
@@ -143,8 +139,10 @@ if from <= to then
       sids[#sids + 1] = ARGV[i]
     end
   end
-  local stored = redis.call('HMGET', KEYS[9], unpack(sids))
-  for s = 1, #sids do marks[sids[s]] = read_mark(stored[s]) end
+  for start = 1, #sids, CHUNK do
+    local stored = redis.call('HMGET', KEYS[9], unpack(sids, start, math.min(start + CHUNK - 1, #sids)))
+    for s = 1, #stored do marks[sids[start + s - 1]] = read_mark(stored[s]) end
+  end
   for i = from, to, 4 do
     append_event(KEYS[tonumber(ARGV[i + 1])], marks[ARGV[i]], ARGV[i + 2], ARGV[i + 3], half_bytes)
   end
@@ -153,7 +151,9 @@ if from <= to then
     flat[2 * s - 1] = sids[s]
     flat[2 * s] = write_mark(marks[sids[s]])
   end
-  redis.call('HSET', KEYS[9], unpack(flat))
+  for start = 1, #flat, CHUNK do
+    redis.call('HSET', KEYS[9], unpack(flat, start, math.min(start + CHUNK - 1, #flat)))
+  end
 end
 
 from, to = section(3)
@@ -172,6 +172,7 @@ if from <= to then
       redis.call('HINCRBY', KEYS[1], 'unheard', 1)
     end
   end
+  redis.call('PEXPIRE', KEYS[12], STRANGER_MS)
 end
 
 from, to = section(3)

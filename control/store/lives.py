@@ -1,0 +1,174 @@
+"""The lives of stage workers: registering one, its heartbeat, its end, and who is there.
+
+Responsible for the worker's own record and for the index of workers. Leaves judging a loss to the control workers'
+observer and fencing to the owners. Talks to Redis. Keeps part of I2: a life that is over can't beat, take slots or be
+begun again; every life has an id of its own. A record that can't be read counts as neither live nor lost (S76).
+"""
+
+from __future__ import annotations
+
+import logging
+from enum import StrEnum
+from typing import TYPE_CHECKING, Any, cast
+
+import msgspec
+from msgspec import Struct, field
+from redis.exceptions import ResponseError
+
+from control.store import keys
+from control.store.scripts import script
+
+if TYPE_CHECKING:
+    from collections.abc import Awaitable, Mapping
+
+    from redis.asyncio import Redis
+
+    from control.store.link import Link
+
+log = logging.getLogger("bargein.lives")
+
+# How long a record outlives the last heartbeat, for operators to look at.
+KEPT_MS = 3_600_000
+
+LOAD_FIELDS = ("running", "waiting", "slots_used", "utilisation", "tick_late_ms")
+_FIELDS = ("state", "beat", "started_ms", *LOAD_FIELDS)
+
+
+class LifeState(StrEnum):
+    """`draining`: goes on with what it has and takes nothing new."""
+
+    LIVE = "live"
+    DRAINING = "draining"
+    DEAD = "dead"
+
+
+class Entry(Struct, frozen=True, kw_only=True):
+    """A worker in the index `bargein:stages`."""
+
+    stage_id: int
+    stage: str
+    capacity: int
+    engine: str
+
+
+class Life(Struct, frozen=True, kw_only=True):
+    """One life of a stage worker. `beat` is its heartbeat's counter, `used_slots` the sessions placed on it.
+
+    `load` holds the engine's figures of the last heartbeat (`LOAD_FIELDS`), as far as there were any.
+    """
+
+    worker_id: str
+    stage_id: int
+    stage: str
+    capacity: int
+    engine: str
+    state: LifeState
+    beat: int
+    used_slots: int
+    started_ms: int = 0
+    load: dict[str, float] = field(default_factory=dict[str, float])
+
+
+async def register_life(redis: Redis, worker_id: str, entry: Entry) -> int:
+    """Begin a life; the server's time (ms). Placement may choose the worker from now on."""
+    seconds, micros = await redis.time()
+    now_ms = seconds * 1000 + micros // 1000
+    state = keys.worker_state(worker_id)
+    fields = {"state": LifeState.LIVE.value, "beat": 1, "started_ms": now_ms, **msgspec.structs.asdict(entry)}
+    async with redis.pipeline(transaction=False) as pipe:
+        pipe.hset(state, mapping=cast("dict[Any, Any]", fields))
+        pipe.pexpire(state, KEPT_MS)
+        # Last: whoever finds the worker in the index finds its record, too.
+        pipe.hset(keys.STAGES, worker_id, cast("Any", msgspec.msgpack.encode(entry)))
+        await pipe.execute()
+    return now_ms
+
+
+async def beat(link: Link, worker_id: str, fields: Mapping[str, str | int | float]) -> bool:
+    """A heartbeat that also writes `fields`. False: this life is over, and nothing was written."""
+    flat = [part for pair in fields.items() for part in pair]
+    answer = await link.run("beat", [keys.worker_state(worker_id)], [KEPT_MS, *flat])
+    return answer > 0
+
+
+async def end_life(redis: Redis, worker_id: str, seen_beat: int | None = None) -> bool:
+    """End a life for everyone; True if it is over. `seen_beat`: only if its heartbeat still stands there."""
+    text, key = script("end_life").text, keys.worker_state(worker_id)
+    answer = await cast("Awaitable[int]", redis.eval(text, 1, key, "" if seen_beat is None else str(seen_beat)))
+    return answer == 1
+
+
+async def say_goodbye(redis: Redis, worker_id: str) -> None:
+    """A worker ends its own life. It leaves the index unless sessions are still placed on it.
+
+    Those have to be told: their owners find the dead life in the index, and take it out once no slot is held there.
+    """
+    await end_life(redis, worker_id)
+    if await cast("Awaitable[int]", redis.hlen(keys.worker_slots(worker_id))) == 0:
+        await cast("Awaitable[int]", redis.hdel(keys.STAGES, worker_id))
+
+
+async def count_slots(redis: Redis, worker_id: str) -> int:
+    """How many sessions are placed on a worker."""
+    return await cast("Awaitable[int]", redis.hlen(keys.worker_slots(worker_id)))
+
+
+async def fetch_lives(redis: Redis) -> list[Life]:
+    """Every life in the index, those that are over too. One whose record can't be read is left out."""
+    index = await cast("Awaitable[dict[Any, Any]]", redis.hgetall(keys.STAGES))
+    workers = [(_text(name), blob) for name, blob in index.items()]
+    if not workers:
+        return []
+    async with redis.pipeline(transaction=False) as pipe:
+        for worker_id, _ in workers:
+            pipe.hmget(keys.worker_state(worker_id), list(_FIELDS))
+            pipe.hlen(keys.worker_slots(worker_id))
+        answers: list[Any] = await pipe.execute(raise_on_error=False)
+    lives: list[Life] = []
+    for number, (worker_id, blob) in enumerate(workers):
+        values, used_slots = answers[2 * number : 2 * number + 2]
+        life = _read(worker_id, blob, values, used_slots)
+        if life is not None:
+            lives.append(life)
+    return lives
+
+
+async def fetch_figures(redis: Redis, worker_id: str) -> dict[str, str]:
+    """All that a worker has written into its record, counters included; empty if there is none."""
+    found = await cast("Awaitable[dict[Any, Any]]", redis.hgetall(keys.worker_state(worker_id)))
+    return {_text(name): _text(value) for name, value in found.items()}
+
+
+def _read(worker_id: str, blob: bytes, values: Any, used_slots: Any) -> Life | None:
+    for answer in (values, used_slots):
+        if isinstance(answer, ResponseError):
+            log.warning("the record of stage worker %s can't be read: %s", worker_id, answer)
+            return None
+        if isinstance(answer, Exception):
+            raise answer
+    try:
+        entry = msgspec.msgpack.decode(blob, type=Entry)
+        found = {name: _text(value) for name, value in zip(_FIELDS, values, strict=True) if value is not None}
+        # No record at all: it was silent for so long that the server has forgotten it.
+        state = LifeState(found.get("state", LifeState.DEAD))
+        counter, started_ms = int(found.get("beat", 0)), int(found.get("started_ms", 0))
+        load = {name: float(found[name]) for name in LOAD_FIELDS if name in found}
+    except (msgspec.DecodeError, ValueError) as error:
+        log.warning("the record of stage worker %s can't be read: %s", worker_id, error)
+        return None
+    return Life(
+        worker_id=worker_id,
+        stage_id=entry.stage_id,
+        stage=entry.stage,
+        capacity=entry.capacity,
+        engine=entry.engine,
+        state=state,
+        beat=counter,
+        used_slots=used_slots,
+        started_ms=started_ms,
+        load=load,
+    )
+
+
+def _text(value: bytes | str) -> str:
+    return value.decode() if isinstance(value, bytes) else value

@@ -1,0 +1,150 @@
+"""Reading the queues of one life of a stage worker, all partitions at once.
+
+Responsible for the blocking read over many streams, for where each was read to, and for knowing an entry that is in
+hand already. Leaves the entries' meaning to the stage worker, and deleting them to `lua/acknowledge.lua`. Talks to
+Redis. Says no with redis-py's exceptions; after one, the next read begins at the streams' beginning (S51).
+
+Reading changes nothing, and an entry stays until it is acknowledged. So a read from the beginning finds entries that
+are in hand: those are recognised. The many streams of one call would have to be in one slot on Redis Cluster: there
+`_fetch` becomes a call for each partition.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+from msgspec import Struct
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable, Sequence
+
+    from control.store.link import Link
+
+_BEGINNING = "0-0"
+
+# Entries of each stream in one answer. A submission may carry a megabyte, and there are many streams.
+COUNT = 32
+
+
+class QueueEntry(Struct, frozen=True):
+    """An entry. `after`: an abort's field `a`, the last submission that was unread before it."""
+
+    partition: int
+    entry_id: str
+    body: bytes
+    payload: bytes
+    after: str
+
+
+class Reading(Struct, frozen=True):
+    """What one read brought: new entries of the queues, and what stands in the queues that are only looked at."""
+
+    entries: list[QueueEntry]
+    seen: list[QueueEntry]
+
+
+class QueueReader:
+    """Reads a queue of each partition; with `glance`, looks at another queue of each in the same step.
+
+    What stands in both queues at one moment is then in one answer, or was in an earlier one. Entries of `glance` are
+    not kept in hand: they belong to another reader.
+    """
+
+    def __init__(self, link: Link, queues: Sequence[str], *, block_ms: int, glance: Sequence[str] = ()) -> None:
+        """One name a partition. The link's time-out must be above `block_ms` (S57)."""
+        self._link = link
+        self._names = [*glance, *queues]
+        self._glances = len(glance)
+        self._block_ms = block_ms
+        self._last: list[str] = [_BEGINNING] * len(self._names)
+        self._index = {name.encode(): position for position, name in enumerate(self._names)}
+        self._in_hand: list[set[str]] = [set() for _ in queues]
+        self._finished: list[tuple[int, str]] = []
+        self._full: set[int] = set()
+        self._begun = 0
+        self._done = 0
+
+    @property
+    def moment(self) -> int:
+        """Now, for `has_read_since`."""
+        return self._begun
+
+    @property
+    def in_hand(self) -> int:
+        """How many entries were handed out and not finished."""
+        return sum(len(ids) for ids in self._in_hand) - len(self._finished)
+
+    def has_read_to(self, partition: int, entry_id: str) -> bool:
+        """Whether the partition's queue has been read up to this entry."""
+        return _order(self._last[self._glances + partition]) >= _order(entry_id)
+
+    def has_read_since(self, partition: int, moment: int) -> bool:
+        """Whether everything that stood in the partition's queue at `moment` has been read, or deleted."""
+        return self._done > moment and partition not in self._full
+
+    def finish(self, partition: int, entry_ids: Iterable[str]) -> None:
+        """These entries are deleted, and the server has said so."""
+        self._finished += ((partition, entry_id) for entry_id in entry_ids)
+
+    async def read(self) -> Reading:
+        """Wait for entries, `block_ms` at most. Raises what the link raises, or `ResponseError`."""
+        # An answer to what is asked from here on can't hold what was deleted before. Not sooner: the answer to an
+        # earlier question might still be on its way.
+        for partition, entry_id in self._finished:
+            self._in_hand[partition].discard(entry_id)
+        self._finished.clear()
+        self._begun += 1
+        try:
+            found = await self._fetch()
+        except BaseException:
+            # After an error answer, too: a server that is a replica by now is asked for under its address again.
+            self._last = [_BEGINNING] * len(self._names)
+            await self._link.close()
+            raise
+        reading = Reading([], [])
+        self._full.clear()
+        for name, entries in found:
+            self._take(self._index[name], entries, reading)
+        self._done = self._begun
+        return reading
+
+    def _take(self, position: int, entries: list[Any], reading: Reading) -> None:
+        self._last[position] = entries[-1][0].decode()
+        if position < self._glances:
+            reading.seen.extend(_entry(position, entry_id, fields) for entry_id, fields in entries)
+            return
+        partition = position - self._glances
+        if len(entries) >= COUNT:
+            self._full.add(partition)
+        in_hand = self._in_hand[partition]
+        for entry_id, fields in entries:
+            entry = _entry(partition, entry_id, fields)
+            if entry.entry_id not in in_hand:
+                in_hand.add(entry.entry_id)
+                reading.entries.append(entry)
+
+    async def _fetch(self) -> list[Any]:
+        answer = await self._link.call(
+            "XREAD", "COUNT", COUNT, "BLOCK", self._block_ms, "STREAMS", *self._names, *self._last
+        )
+        return answer or []
+
+
+def _entry(partition: int, entry_id: bytes, fields: list[bytes] | None) -> QueueEntry:
+    pairs = dict(zip(fields[::2], fields[1::2], strict=True)) if fields else {}
+    return QueueEntry(
+        partition,
+        entry_id.decode(),
+        pairs.get(b"b", b""),
+        pairs.get(b"p", b""),
+        pairs.get(b"a", _BEGINNING.encode()).decode(errors="replace"),
+    )
+
+
+def _order(entry_id: str) -> tuple[int, int]:
+    """An entry id as it sorts; something that is none sorts first."""
+    milliseconds, _, sequence = entry_id.partition("-")
+    try:
+        return int(milliseconds), int(sequence or 0)
+    except ValueError:
+        return 0, 0
