@@ -209,7 +209,7 @@ def _stage_cells(row: inspect.StageRow) -> list[object]:
         f"{'?' if row.slots_used is None else row.slots_used}/{'?' if row.capacity is None else row.capacity}",
         "never" if row.last_beat_ms is None else f"{spell_ms(row.last_beat_ms)} ago",
         spell_ms(row.age_ms),
-        " ".join(f"{name}={value:g}" for name, value in row.load.items()) or None,
+        " ".join(f"{name}={value:.3g}" for name, value in row.load.items() if name != "slots_used") or None,
         # All of them are in the JSON; here those that have something to say.
         " ".join(f"{name}={value}" for name, value in row.counters.items() if value) or None,
     ]

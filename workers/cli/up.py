@@ -44,7 +44,7 @@ if TYPE_CHECKING:
 
 USUAL_PORT = 6379
 KEPT_IN = Path("bargein-data")
-GRACE_S = 5.0
+GRACE_S = 2.0
 LOOK_S = 0.2
 # The control worker looks for stage workers ten times in a heartbeat time, or each second; and a bit.
 NOTICE_MS = 200
@@ -193,8 +193,8 @@ class _Everything:
 
     def _say(self, name: str, line: str) -> None:
         width = max(map(len, self._names))
-        prefix = Text(f"{name:<{width}} | ", style=COLOURS[self._names.index(name) % len(COLOURS)])
-        self._console.print(prefix + Text(line), soft_wrap=True)
+        colour = COLOURS[self._names.index(name) % len(COLOURS)]
+        self._console.print(Text.assemble((f"{name:<{width}} | ", colour), line), soft_wrap=True)
 
     def _note(self, text: str) -> None:
         self._console.print(Text(text), soft_wrap=True)
