@@ -60,6 +60,24 @@ def test_an_interrupt_cancels_the_present_fence_and_moves_on_at_once(talk: Conve
     assert fence_of(append(talk)) == Fence(7, 1, 1, 0)
 
 
+def test_i1_an_interrupt_drops_what_has_come_before_any_word_of_it(talk: Conversation) -> None:
+    output = {
+        "session_id": "s0",
+        "request_id": "r",
+        "stage_id": 0,
+        "fence": talk.position.fence._asdict(),
+        "seq": 0,
+        "kind": "audio",
+    }
+    for n in (1, 2):
+        receive(talk, n, "output", output)
+    assert talk.inbox.take(replies=False) is not None
+    talk.interrupt("barge_in")
+    receive(talk, 3, "output", output)
+    assert talk.inbox.take(replies=False) is None
+    assert talk.inbox.dropped_locally == 2
+
+
 def test_s38_a_second_interrupt_cancels_what_the_first_began(talk: Conversation) -> None:
     talk.interrupt("barge_in")
     second = talk.interrupt("response.cancel")

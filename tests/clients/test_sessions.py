@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import socket
+import time
 from collections.abc import Callable
 from typing import Any
 
@@ -407,6 +408,29 @@ async def test_s52_a_command_survives_the_loss_of_its_connections(
     assert [effect["op"] for effect in responder.effects] == ["open", "append", "append"]
 
 
+async def test_commands_keep_their_order_while_one_of_them_has_to_wait(
+    responder: Responder, connect: Connect, redis_url: str
+) -> None:
+    given: Any = _given_client(connect, redis_url, socket_timeout=5)
+    async with connect(given) as client:
+        session = await client.open()
+        add, failures = given.xadd, [redis.ConnectionError("lost")] * 3
+
+        def fail_first(*args: Any) -> Any:
+            if failures:
+                raise failures.pop()
+            return add(*args)
+
+        given.xadd = fail_first
+        frames = [bytes([number]) for number in range(6)]
+        await asyncio.gather(*(session.append(frame) for frame in frames))
+        await session.close()
+    payloads = [entry.payload or b"" for entry in responder.of("append")]
+    in_threads = isinstance(given, redis.Redis)  # which have no order among themselves
+    assert (sorted(payloads) if in_threads else payloads) == frames
+    await _close(given)
+
+
 async def test_s57_a_quiet_stream_is_not_taken_for_a_dead_connection(
     responder: Responder, connect: Connect, redis_url: str
 ) -> None:
@@ -536,6 +560,8 @@ async def test_closing_the_client_ends_everything_that_waits(
         waiting = await session.append(b"", wait=False)
         listening = asyncio.create_task(heard(session, 9))
         await responder.until_seen("append")
+        begun_s = time.monotonic()
+    assert time.monotonic() - begun_s < 4.0  # a blocked read would take 6 or more to end by itself
     assert said(await listening) in ([], ["opened"])
     with pytest.raises(UnreachableError, match="stopped listening"):
         await waiting
