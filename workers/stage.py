@@ -244,12 +244,11 @@ class StageWorker:
                 self._port.death = None
                 engine = self._engine = self._build_engine()
                 await self._unless_leaving(engine.start(self._port))
-            except Exception as error:
+            except Exception:
                 await self._drop_engine()
                 if self._is_new:
                     raise
                 log.exception("the engine of stage %s doesn't start", self._setup.stage.name)
-                del error
                 await self._pause(backoff.next_s())
             if self._leaving.is_set():
                 return None

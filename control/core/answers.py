@@ -8,6 +8,7 @@ written by increment). Pure, but `Answers` is mutable: its owner drops it whole 
 from __future__ import annotations
 
 from collections import OrderedDict, deque
+from functools import lru_cache
 from hashlib import blake2b
 
 from msgspec import Struct
@@ -18,6 +19,7 @@ KEEP_ANSWERS = 256
 KEEP_MS = 60_000
 
 
+@lru_cache(maxsize=8192)
 def digest(text: str) -> bytes:
     """Eight bytes that stand for an id of up to 128 bytes. 2^-46 a pair within 256 answers: never by accident."""
     return blake2b(text.encode(), digest_size=8).digest()

@@ -13,6 +13,7 @@ import re
 from base64 import urlsafe_b64decode, urlsafe_b64encode
 from binascii import Error as Base64Error
 from enum import IntEnum
+from functools import lru_cache
 
 from msgspec import Struct
 from msgspec.structs import replace
@@ -65,6 +66,7 @@ class RequestName(Struct, frozen=True):
 Ledger = tuple[Request, ...]
 
 
+@lru_cache(maxsize=8192)
 def request_id(session_id: str, incarnation: int, epoch: int, stage_id: int) -> str:
     """The id under which a stage runs the request of one epoch."""
     encoded = urlsafe_b64encode(session_id.encode()).decode().rstrip("=")

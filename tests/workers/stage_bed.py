@@ -13,6 +13,7 @@ from control.core.fence import Fence
 from control.core.requests import request_id
 from control.store import keys
 from control.store.keys import PartitionKeys, partition_of
+from control.store.lives import Life, fetch_lives
 from control.wire.events import decode_event
 from control.wire.stage import AbortOrder, Ack, SubmissionOrder, encode, pack_config
 from stages.pipeline import Pipeline
@@ -20,7 +21,7 @@ from tests.workers.scripted import PATIENCE_S, ScriptedEngine
 from workers.stage import StageWorker
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Sequence
+    from collections.abc import Awaitable, Callable, Sequence
     from types import TracebackType
 
     from stages.engine import Engine
@@ -58,6 +59,13 @@ def record(accepted: Fence, offered: Fence | None = None, floor: int = 0) -> str
         f"{accepted.incarnation} {floor} {accepted.epoch} {accepted.turn_id} {accepted.response_seq} "
         f"{ahead.epoch} {ahead.turn_id} {ahead.response_seq}"
     )
+
+
+async def eventually(check: Callable[[], Awaitable[object]]) -> None:
+    """Look until it is true: for what tells nobody, such as an XDEL."""
+    async with asyncio.timeout(PATIENCE_S):
+        while not await check():  # noqa: ASYNC110  nobody sets an event
+            await asyncio.sleep(0.005)
 
 
 class StageBed:
@@ -206,20 +214,54 @@ class StageBed:
     async def length(self, stream: str) -> int:
         return await self.redis.xlen(stream)
 
+    async def until_running(self, *session_ids: str) -> None:
+        """Wait until the engine has the sessions' first requests."""
+        for session_id in session_ids:
+            name = name_of(session_id)
+            await self.engine.until(lambda name=name: name in self.engine.running)
+
+    async def start(self, *session_ids: str, **more: Any) -> None:
+        """Sessions whose first request runs."""
+        for session_id in session_ids:
+            await self.set_fence(session_id)
+            await self.submit(session_id, **more)
+        await self.until_running(*session_ids)
+        await self.until_drained(*session_ids)
+
+    async def the_life(self, worker_id: str | None = None) -> Life:
+        """The worker's record."""
+        [life] = [each for each in await fetch_lives(self.redis) if each.worker_id == (worker_id or self.worker_id)]
+        return life
+
+    async def until_life(self, wanted: Callable[[Life], bool]) -> None:
+        """Wait until its record looks so."""
+
+        async def look() -> bool:
+            return wanted(await self.the_life())
+
+        await eventually(look)
+
     async def until(self, condition: Callable[[], object]) -> None:
         """Wait for something that no stream and no engine tells of."""
-        async with asyncio.timeout(PATIENCE_S):
-            while not condition():  # noqa: ASYNC110  it tells nobody
-                await asyncio.sleep(0.005)
+
+        async def check() -> object:
+            return condition()
+
+        await eventually(check)
+
+    async def until_empty(self, *queues: str) -> None:
+        """Wait until these streams hold nothing more."""
+        for queue in queues:
+            await eventually(lambda queue=queue: self._is_empty(queue))
+
+    async def _is_empty(self, queue: str) -> bool:
+        return await self.length(queue) == 0
 
     async def until_drained(self, *session_ids: str) -> None:
         """Wait until the worker's queues hold nothing more for these sessions' partitions."""
-        async with asyncio.timeout(PATIENCE_S):
-            for session_id in session_ids:
-                of = self.keys(session_id)
-                for queue in (of.submissions(self.worker_id), of.aborts(self.worker_id)):
-                    while await self.length(queue):  # noqa: ASYNC110  an XDEL tells nobody
-                        await asyncio.sleep(0.005)
+        of = [self.keys(session_id) for session_id in session_ids]
+        await self.until_empty(*(each.submissions(self.worker_id) for each in of))
+        await self.until_empty(*(each.aborts(self.worker_id) for each in of))
 
     async def take_slots(self, *session_ids: str) -> None:
         """Sessions take their slots."""

@@ -2,28 +2,32 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
+import threading
+from typing import TYPE_CHECKING, Any
 
 import pytest
 
 from control.store.lives import fetch_figures
 from control.wire.stage import AcceptedAck, CleanedAck, CleanupFailedAck, RequestFailedAck
+from stages.policy import AppendPlan, DefaultPolicy
 from tests.workers.stage_bed import StageBed, fence, name_of
 
+if TYPE_CHECKING:
+    from control.store.queues import Reading
 
-async def start(bed: StageBed, *session_ids: str) -> None:
-    """Requests that run."""
+
+async def started(bed: StageBed, *session_ids: str) -> None:
+    """Sessions whose first request runs, their acceptance read."""
+    await bed.start(*session_ids)
     for session_id in session_ids:
-        await bed.set_fence(session_id)
-        await bed.submit(session_id)
-    for session_id in session_ids:
-        await bed.engine.until(lambda name=name_of(session_id): name in bed.engine.running)
         assert isinstance(await bed.next_ack(session_id), AcceptedAck)
 
 
 async def test_i2_an_abort_is_confirmed_once_the_engine_has_dropped_the_request(redis_url: str) -> None:
     async with StageBed(redis_url) as bed:
-        await start(bed, "s")
+        await started(bed, "s")
         bed.engine.stuck.add(name_of("s"))
         await bed.abort("s", 0, number=7)
         await bed.engine.until(lambda: bed.engine.abort_calls)
@@ -37,7 +41,7 @@ async def test_i2_an_abort_is_confirmed_once_the_engine_has_dropped_the_request(
 
 async def test_an_abort_of_several_requests_is_one_word(redis_url: str) -> None:
     async with StageBed(redis_url) as bed:
-        await start(bed, "s")
+        await started(bed, "s")
         await bed.submit("s", at=fence(1), number=1)
         await bed.next_ack("s")
         await bed.abort("s", 0, 1, 5, number=7)
@@ -60,7 +64,7 @@ async def test_s31_an_abort_waits_neither_for_a_stuck_input_nor_for_those_behind
     redis_url: str, stuck: bool
 ) -> None:
     async with StageBed(redis_url) as bed:
-        await start(bed, "s")
+        await started(bed, "s")
         if stuck:
             bed.engine.submit_gate.clear()
         for number in range(2, 8):
@@ -106,6 +110,56 @@ async def test_s34_an_abort_that_stands_beside_its_submission_is_seen_first(redi
         assert bed.engine.submitting == []
 
 
+async def test_s34_an_abort_is_seen_by_who_reads_the_submissions_even_if_its_own_reader_hangs(redis_url: str) -> None:
+    async with StageBed(redis_url) as bed:
+        life = bed.worker._life
+        assert life is not None
+        reading = life._aborts.read
+        released = asyncio.Event()
+
+        async def hang() -> Reading:
+            await released.wait()
+            return await reading()
+
+        life._aborts.read = hang  # type: ignore[method-assign]
+        await bed.abort("first", 0)  # ends the read that is under way
+        await bed.until_drained("first")
+        queue, entry = bed.submission("s")
+        aborts, order = bed.abort_entry("s", 0)
+        async with bed.redis.pipeline(transaction=True) as pipe:
+            pipe.xadd(queue, entry)
+            pipe.xadd(aborts, {**order, "a": "99999999999999-0"})
+            await pipe.execute()
+        await bed.until_empty(queue)
+        assert bed.engine.submitting == []
+        released.set()
+        await bed.until_drained("s")
+        assert CleanedAck("s", 1, 100, bed.worker_id) in await bed.acks("s")
+
+
+async def test_s34_an_input_whose_plan_outlasts_its_abort_is_not_submitted(redis_url: str) -> None:
+    thought = threading.Event()
+
+    class Slow(DefaultPolicy):
+        def plan_append(self, **asked: Any) -> AppendPlan:
+            if asked["session_id"] == "s":
+                assert thought.wait(30)
+            return super().plan_append(**asked)
+
+    async with StageBed(redis_url, policy=Slow()) as bed:
+        try:
+            await bed.submit("s")
+            await bed.until(lambda: len(bed.worker.lanes))
+            await bed.abort("s", 0)
+            await bed.until_empty(bed.keys("s").aborts(bed.worker_id))
+            assert CleanedAck("s", 1, 100, bed.worker_id) in await bed.acks("s")
+        finally:
+            thought.set()
+        await bed.until_drained("s")
+        assert bed.engine.submitting == []
+        assert bed.worker.stats.discarded == 1
+
+
 async def test_s34_an_aborted_id_is_remembered_no_longer_than_needed(redis_url: str) -> None:
     sessions = [f"s{number}" for number in range(50)]
     async with StageBed(redis_url) as bed:
@@ -129,24 +183,22 @@ async def test_inputs_that_wait_when_the_abort_comes_are_dropped_without_a_word(
         assert bed.worker.stats.discarded == 3
 
 
-async def test_an_input_that_was_just_going_in_is_aborted_once_more(redis_url: str) -> None:
+async def test_i2_an_input_that_goes_in_after_its_abort_is_aborted_again(redis_url: str) -> None:
     async with StageBed(redis_url) as bed:
         bed.engine.submit_gate.clear()
         await bed.submit("s")
         await bed.engine.until(lambda: bed.engine.submitting)
-        bed.engine.stuck.add(name_of("s"))
         await bed.abort("s", 0)
-        await bed.engine.until(lambda: bed.engine.abort_calls)
-        bed.engine.submit_gate.set()  # the engine takes it while its abort is on its way
-        await bed.engine.until(lambda: bed.engine.submitted)
-        bed.engine.free(name_of("s"))
+        await bed.engine.until(lambda: bed.engine.aborted)
+        bed.engine.submit_gate.set()
         assert await bed.next_ack("s") == CleanedAck("s", 1, 100, bed.worker_id)
         assert bed.engine.running == {}
+        assert len(bed.engine.aborted) == 2
 
 
 async def test_s30_an_abort_that_goes_unconfirmed_is_told_and_the_next_order_tries_again(redis_url: str) -> None:
     async with StageBed(redis_url) as bed:
-        await start(bed, "s")
+        await started(bed, "s")
         await bed.submit("s", at=fence(1), number=1)
         await bed.next_ack("s")
         bed.engine.fail_cleanups = 2
@@ -163,7 +215,7 @@ async def test_s30_an_abort_that_goes_unconfirmed_is_told_and_the_next_order_tri
 
 async def test_an_engine_that_says_no_is_told_from_one_that_says_nothing(redis_url: str) -> None:
     async with StageBed(redis_url, abort_timeout_s=0.05) as bed:
-        await start(bed, "deaf", "stubborn")
+        await started(bed, "deaf", "stubborn")
         bed.engine.stuck.add(name_of("deaf"))
         bed.engine.stubborn.add(name_of("stubborn"))
         await bed.abort("deaf", 0)
@@ -179,7 +231,7 @@ async def test_an_engine_that_says_no_is_told_from_one_that_says_nothing(redis_u
 
 async def test_a_repeated_order_joins_the_abort_that_is_under_way(redis_url: str) -> None:
     async with StageBed(redis_url) as bed:
-        await start(bed, "s")
+        await started(bed, "s")
         bed.engine.stuck.add(name_of("s"))
         await bed.abort("s", 0, number=7, attempt=1)
         await bed.abort("s", 0, number=7, attempt=2)
@@ -192,7 +244,7 @@ async def test_a_repeated_order_joins_the_abort_that_is_under_way(redis_url: str
 
 async def test_each_joined_order_names_its_own_attempt_when_it_fails(redis_url: str) -> None:
     async with StageBed(redis_url, abort_timeout_s=0.3) as bed:
-        await start(bed, "s")
+        await started(bed, "s")
         bed.engine.stuck.add(name_of("s"))
         await bed.abort("s", 0, number=7, attempt=1)
         await bed.abort("s", 0, number=7, attempt=2)
@@ -205,7 +257,7 @@ async def test_each_joined_order_names_its_own_attempt_when_it_fails(redis_url: 
 async def test_s46_one_stuck_abort_among_many_delays_none(redis_url: str) -> None:
     sessions = [f"s{number}" for number in range(60)]
     async with StageBed(redis_url) as bed:
-        await start(bed, *sessions)
+        await started(bed, *sessions)
         bed.engine.stuck.add(name_of("s0"))
         for session_id in sessions:
             await bed.abort(session_id, 0)
@@ -218,7 +270,7 @@ async def test_s46_one_stuck_abort_among_many_delays_none(redis_url: str) -> Non
 
 async def test_s35_a_request_that_ends_during_its_abort_is_confirmed_once(redis_url: str) -> None:
     async with StageBed(redis_url) as bed:
-        await start(bed, "s")
+        await started(bed, "s")
         bed.engine.stuck.add(name_of("s"))
         await bed.abort("s", 0)
         await bed.engine.until(lambda: bed.engine.abort_calls)
@@ -232,7 +284,7 @@ async def test_s35_a_request_that_ends_during_its_abort_is_confirmed_once(redis_
 
 async def test_s37_a_late_failure_is_charged_to_the_old_request(redis_url: str) -> None:
     async with StageBed(redis_url) as bed:
-        await start(bed, "s")
+        await started(bed, "s")
         await bed.abort("s", 0)
         assert isinstance(await bed.next_ack("s"), CleanedAck)
         await bed.submit("s", at=fence(1))
@@ -245,7 +297,7 @@ async def test_s37_a_late_failure_is_charged_to_the_old_request(redis_url: str) 
 
 async def test_a_failure_between_two_tries_is_told_and_the_next_try_confirms(redis_url: str) -> None:
     async with StageBed(redis_url) as bed:
-        await start(bed, "s")
+        await started(bed, "s")
         bed.engine.fail_cleanups = 1
         await bed.abort("s", 0, number=7)
         assert isinstance(await bed.next_ack("s"), CleanupFailedAck)
@@ -257,7 +309,7 @@ async def test_a_failure_between_two_tries_is_told_and_the_next_try_confirms(red
 
 async def test_s42_one_failed_request_is_told_and_the_others_run_on(redis_url: str) -> None:
     async with StageBed(redis_url) as bed:
-        await start(bed, "s", "other")
+        await started(bed, "s", "other")
         bed.engine.emit(name_of("s"), "last words")
         bed.engine.fail(name_of("s"), "out of memory")
         assert await bed.next_ack("s") == RequestFailedAck("s", 1, 0, bed.worker_id, "out of memory")
@@ -282,7 +334,7 @@ async def test_s54_an_entry_that_is_no_abort_holds_up_nothing(redis_url: str) ->
 
 async def test_how_long_an_abort_took_stands_in_the_workers_record(redis_url: str) -> None:
     async with StageBed(redis_url) as bed:
-        await start(bed, "s")
+        await started(bed, "s")
         entry_id = await bed.abort("s", 0)
         await bed.next_ack("s")
         figures: dict[str, str] = {}

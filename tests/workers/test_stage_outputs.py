@@ -16,20 +16,15 @@ if TYPE_CHECKING:
 
     from stages.engine import Output
 
+XADD_THOUGH_FULL = """#!lua flags=allow-oom
+return redis.call('XADD', KEYS[1], '*', 'b', ARGV[1], 'a', '0-0')
+"""
 LONG_S = 1000.0  # longer than any test
-
-
-async def start(bed: StageBed, *session_ids: str, **more: Any) -> None:
-    """Requests that run."""
-    for session_id in session_ids:
-        await bed.set_fence(session_id)
-        await bed.submit(session_id, **more)
-        await bed.engine.until(lambda name=name_of(session_id): name in bed.engine.running)
 
 
 async def test_the_last_stages_outputs_reach_the_listener_with_their_numbers(redis_url: str) -> None:
     async with StageBed(redis_url) as bed:
-        await start(bed, "s")
+        await bed.start("s")
         bed.engine.emit(name_of("s"), b"\1\0", kind="audio", metadata={"rate": 8000})
         bed.engine.emit(name_of("s"), [1, 2], kind="tokens", turn_end=True)
         first, second = await bed.next_events("s", 2)
@@ -51,7 +46,7 @@ async def test_the_last_stages_outputs_reach_the_listener_with_their_numbers(red
 
 async def test_each_request_counts_from_zero(redis_url: str) -> None:
     async with StageBed(redis_url) as bed:
-        await start(bed, "s", "t")
+        await bed.start("s", "t")
         for session_id in ("s", "t", "s", "t", "t"):
             bed.engine.emit(name_of(session_id), session_id)
         assert [each["seq"] for each in await bed.next_events("s", 2)] == [0, 1]
@@ -67,7 +62,7 @@ async def test_each_request_counts_from_zero(redis_url: str) -> None:
 async def test_s32_i1_what_the_engine_says_after_a_cancel_is_never_delivered_and_stops_it(redis_url: str) -> None:
     """The cancel's fence is committed; its abort has not been read yet."""
     async with StageBed(redis_url) as bed:
-        await start(bed, "s", "other")
+        await bed.start("s", "other")
         bed.engine.emit(name_of("s"), "before")
         await bed.next_events("s")
         await bed.set_fence("s", fence(1), floor=1)
@@ -89,7 +84,7 @@ async def test_s32_i1_what_the_engine_says_after_a_cancel_is_never_delivered_and
 async def test_a_session_that_nobody_knows_is_stopped(redis_url: str) -> None:
     """S44, S50: the request runs, and the server has forgotten its session."""
     async with StageBed(redis_url) as bed:
-        await start(bed, "s")
+        await bed.start("s")
         await bed.redis.hdel(bed.keys("s").fences, "s")
         bed.engine.emit(name_of("s"), "anybody?")
         await bed.engine.until(lambda: bed.engine.aborted == [name_of("s")])
@@ -98,7 +93,7 @@ async def test_a_session_that_nobody_knows_is_stopped(redis_url: str) -> None:
 
 async def test_a_request_that_can_not_be_stopped_at_once_is_stopped_later(redis_url: str) -> None:
     async with StageBed(redis_url, abort_timeout_s=0.05) as bed:
-        await start(bed, "s")
+        await bed.start("s")
         bed.engine.stuck.add(name_of("s"))
         await bed.set_fence("s", fence(1), floor=1)
         bed.engine.emit(name_of("s"), "after")
@@ -110,7 +105,7 @@ async def test_a_request_that_can_not_be_stopped_at_once_is_stopped_later(redis_
 
 async def test_s74_an_older_turns_last_output_is_dropped_and_the_request_runs_on(redis_url: str) -> None:
     async with StageBed(redis_url) as bed:
-        await start(bed, "s")
+        await bed.start("s")
         # Turn 1 is offered, and not accepted yet: both turns may speak.
         await bed.set_fence("s", fence(0, 0), offered=fence(0, 1))
         await bed.submit("s", at=fence(0, 1), number=2)
@@ -129,7 +124,7 @@ async def test_s74_an_older_turns_last_output_is_dropped_and_the_request_runs_on
 
 async def test_nothing_of_a_request_goes_out_once_its_abort_was_read(redis_url: str) -> None:
     async with StageBed(redis_url, linger_s=LONG_S) as bed:
-        await start(bed, "s")
+        await bed.start("s")
         bed.engine.emit(name_of("s"), "at once")
         await bed.next_events("s")
         bed.engine.emit(name_of("s"), "lingers")
@@ -143,7 +138,7 @@ async def test_nothing_of_a_request_goes_out_once_its_abort_was_read(redis_url: 
         assert bed.worker.stats.outputs_late == 1
         for number in range(64):
             session_id = f"t{number}"
-            await start(bed, session_id)
+            await bed.start(session_id)
             bed.engine.emit(name_of(session_id), "a full batch goes at once")
         await bed.next_events("t0")
         assert await bed.length(bed.keys("s").events("s")) == 1
@@ -151,13 +146,13 @@ async def test_nothing_of_a_request_goes_out_once_its_abort_was_read(redis_url: 
 
 async def test_the_first_output_after_a_pause_goes_at_once_and_the_next_ones_together(redis_url: str) -> None:
     async with StageBed(redis_url, linger_s=LONG_S) as bed:
-        await start(bed, "s")
+        await bed.start("s")
         bed.engine.emit(name_of("s"), 0)
         await bed.next_events("s")
         before = await calls(bed)
         for number in range(1, 64):
             bed.engine.emit(name_of("s"), number)
-        await start(bed, "t")
+        await bed.start("t")
         assert await bed.length(bed.keys("s").events("s")) == 1
         bed.engine.emit(name_of("s"), 64)
         assert [each["data"] for each in await bed.next_events("s", 64)] == list(range(1, 65))
@@ -173,7 +168,7 @@ async def calls(bed: StageBed) -> int:
 
 async def test_many_outputs_at_once_keep_their_order(redis_url: str) -> None:
     async with StageBed(redis_url) as bed:
-        await start(bed, "s", "t")
+        await bed.start("s", "t")
         for number in range(1000):
             bed.engine.emit(name_of("s"), number)
             if number % 7 == 0:
@@ -188,7 +183,7 @@ async def test_many_outputs_at_once_keep_their_order(redis_url: str) -> None:
 
 async def test_an_output_is_forwarded_with_all_that_the_next_stage_needs(redis_url: str) -> None:
     async with StageBed(redis_url, stages=2) as bed:
-        await start(bed, "s", at=fence(0, 0), traceparent="00-trace")
+        await bed.start("s", at=fence(0, 0), traceparent="00-trace")
         bed.engine.emit(name_of("s"), b"\1\0", kind="audio", metadata={"rate": 8000})
         queue = bed.keys("s").submissions("other1")
         [first] = await bed.next_entries(queue, 1)
@@ -213,7 +208,7 @@ async def test_an_output_is_forwarded_with_all_that_the_next_stage_needs(redis_u
 
 async def test_the_configuration_goes_along_until_an_input_that_carries_it_was_taken(redis_url: str) -> None:
     async with StageBed(redis_url, stages=2) as bed:
-        await start(bed, "s")
+        await bed.start("s")
         await bed.set_fence("s", fence(0, 1))
         bed.engine.emit(name_of("s"), "dropped", fence=fence(0, 0))
         await bed.until(lambda: bed.worker.stats.outputs_dropped == 1)
@@ -224,7 +219,7 @@ async def test_the_configuration_goes_along_until_an_input_that_carries_it_was_t
 
 async def test_s36_s73_nothing_is_forwarded_once_the_cancel_was_accepted(redis_url: str) -> None:
     async with StageBed(redis_url, stages=2) as bed:
-        await start(bed, "s")
+        await bed.start("s")
         await bed.set_fence("s", fence(1), floor=1)
         bed.engine.emit(name_of("s"), "too late")
         await bed.engine.until(lambda: bed.engine.aborted == [name_of("s")])
@@ -243,7 +238,7 @@ class Chooser(DefaultPolicy):
 
 async def test_the_policy_may_answer_from_here(redis_url: str) -> None:
     async with StageBed(redis_url, stages=2, policy=Chooser()) as bed:
-        await start(bed, "s")
+        await bed.start("s")
         bed.engine.emit(name_of("s"), "well", kind="text", metadata={"rate": 1})
         bed.engine.emit(name_of("s"), b"", kind="audio")
         [event] = await bed.next_events("s")
@@ -254,7 +249,7 @@ async def test_the_policy_may_answer_from_here(redis_url: str) -> None:
 
 async def test_what_the_policy_or_the_encoding_can_not_handle_costs_that_request(redis_url: str) -> None:
     async with StageBed(redis_url, stages=2, policy=Chooser()) as bed:
-        await start(bed, "s", "t", "other")
+        await bed.start("s", "t", "other")
         bed.engine.emit(name_of("s"), "odd")
         bed.engine.emit(name_of("t"), object())
         await bed.engine.until(lambda: sorted(bed.engine.aborted) == sorted([name_of("s"), name_of("t")]))
@@ -280,7 +275,7 @@ async def free(bed: StageBed) -> None:
 
 async def test_s53_outputs_wait_while_the_servers_memory_is_full(redis_url: str) -> None:
     async with StageBed(redis_url) as bed:
-        await start(bed, "s")
+        await bed.start("s")
         try:
             await full(bed)
             for number in range(200):
@@ -293,9 +288,27 @@ async def test_s53_outputs_wait_while_the_servers_memory_is_full(redis_url: str)
         assert bed.worker.stats.outputs_duplicate == 0
 
 
+async def test_an_output_that_could_not_be_sent_is_not_sent_after_its_abort(redis_url: str) -> None:
+    async with StageBed(redis_url) as bed:
+        await bed.start("s", "t")
+        try:
+            await full(bed)
+            bed.engine.emit(name_of("s"), "waits")
+            bed.engine.emit(name_of("t"), "waits too")
+            await bed.until(lambda: bed.worker.stats.retries)
+            queue, order = bed.abort_entry("s", 0)
+            # The fence has not moved: only the worker can hold it back.
+            await bed.redis.eval(XADD_THOUGH_FULL, 1, queue, order["b"])
+            await bed.until_drained("s")
+        finally:
+            await free(bed)
+        assert [each["data"] for each in await bed.next_events("t")] == ["waits too"]
+        assert await bed.redis.exists(bed.keys("s").events("s")) == 0
+
+
 async def test_s47_s53_a_request_whose_buffer_overflows_fails_and_no_other(redis_url: str) -> None:
     async with StageBed(redis_url, request_buffer_bytes=20_000) as bed:
-        await start(bed, "loud", "quiet")
+        await bed.start("loud", "quiet")
         try:
             await full(bed)
             bed.engine.emit(name_of("quiet"), "a word")
@@ -314,7 +327,7 @@ async def test_s47_s53_a_request_whose_buffer_overflows_fails_and_no_other(redis
 
 async def test_s78_a_listeners_key_that_is_something_else_costs_that_request(redis_url: str) -> None:
     async with StageBed(redis_url) as bed:
-        await start(bed, "s", "t")
+        await bed.start("s", "t")
         await bed.redis.set(bed.keys("s").events("s"), "not a stream")
         bed.engine.emit(name_of("s"), "lost")
         bed.engine.emit(name_of("t"), "heard")
@@ -361,4 +374,3 @@ async def test_s20_s52_lost_connections_lose_and_double_nothing(redis_url: str) 
             await bed.abort(session_id, 0)
         await bed.until_drained(*sessions)
         assert bed.engine.running == {}
-

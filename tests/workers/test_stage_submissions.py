@@ -142,7 +142,8 @@ async def test_more_input_for_a_request_that_does_not_run_here_is_rejected(redis
 async def test_s54_entries_that_are_no_input_hold_up_nothing(redis_url: str) -> None:
     async with StageBed(redis_url) as bed:
         queue, entry = bed.submission("s", stage_id=1)
-        for bad in ({"b": b"\xc1"}, {"x": "y"}, {"b": encode([1, 2])}, entry):
+        entries: list[dict[Any, Any]] = [{"b": b"\xc1"}, {"x": "y"}, {"b": encode([1, 2])}, entry]
+        for bad in entries:
             await bed.redis.xadd(queue, bad)
         await bed.submit("s")
         assert await bed.next_ack("s") == AcceptedAck("s", 1, 1)
