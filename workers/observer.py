@@ -30,6 +30,8 @@ if TYPE_CHECKING:
 
 log = logging.getLogger("bargein.observer")
 
+HURRIED_S = 0.05
+
 
 @dataclass(slots=True)
 class _Pulse:
@@ -53,7 +55,7 @@ class Observer:
 
     async def run(self) -> None:
         """Look around until cancelled."""
-        interval_s = max(0.05, min(1.0, self.heartbeat_ms / 10_000))
+        interval_s = max(HURRIED_S, min(1.0, self.heartbeat_ms / 10_000))
         while True:
             try:
                 await self.look()
@@ -63,7 +65,8 @@ class Observer:
             except RedisError as error:
                 log.warning("observer: %s", error)
                 self._pulses.clear()
-            await asyncio.sleep(interval_s)
+            # Opens are refused while a stage has no room: learn of a new worker or a freed slot soon.
+            await asyncio.sleep(interval_s if self.directory.has_room else HURRIED_S)
 
     async def look(self) -> None:
         """One look at every stage worker."""

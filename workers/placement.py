@@ -40,6 +40,18 @@ class Directory:
             candidate.used += 1
         return tuple(c.worker_id for c in chosen)
 
+    @property
+    def has_room(self) -> bool:
+        """Whether every stage has a free slot, as far as is known."""
+        return all(any(c.used < c.capacity for c in candidates) for candidates in self._stages)
+
+    def note_freed(self, worker_id: str) -> None:
+        """A session has given its slot back."""
+        for candidates in self._stages:
+            for candidate in candidates:
+                if candidate.worker_id == worker_id and candidate.used > 0:
+                    candidate.used -= 1
+
     def note_full(self, worker_id: str) -> None:
         """A worker has refused a slot: don't choose it again before the next snapshot."""
         for candidates in self._stages:

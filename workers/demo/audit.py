@@ -1,7 +1,7 @@
 """The audit: whether anything stale was delivered, judged from what a listener was given, in its order.
 
-Responsible for the one rule that the demo is about: after `interrupted`, no output of an older epoch (I1). The same rule
-is applied twice, to what the client handed to its user and to what the session's stream holds. Leaves reading to the
+Responsible for the one rule that the demo is about: after `interrupted`, no output of an older epoch (I1). It is
+applied twice, to what the client handed to its user and to what the session's stream holds. Leaves reading to the
 others. Pure.
 """
 
@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 
 @dataclass(slots=True)
 class Audit:
-    """Counts what came by. `stale`: outputs of an epoch that had been interrupted before. `missing`: numbers left out."""
+    """Counts what came by. `stale`: outputs of an epoch that was over. `missing`: numbers left out."""
 
     events: int = 0
     outputs: int = 0

@@ -24,7 +24,11 @@ class RequestState(Struct, frozen=True):
 
 @dataclass(slots=True)
 class Board:
-    """See the header. Times are seconds since the demo began, loudness is dB below full scale."""
+    """See the header. Loudness is dB below full scale. `names`: what the control workers' ids are called here.
+
+    `signals_ms`: when the server took the interruption of an epoch, by its clock; `barge_in_ms`: how long the last one
+    of them took to reach the engines.
+    """
 
     began_s: float = field(default_factory=time.monotonic)
     doing: str = "starting"
@@ -38,12 +42,18 @@ class Board:
     outputs_heard: int = 0
     outputs_dropped: int = 0
     stale_delivered: int = 0
+    signals_ms: dict[int, int] = field(default_factory=dict[int, int])
     barge_in_ms: float | None = None
     partition: int | None = None
     owner: str | None = None
     controls: list[str] = field(default_factory=list[str])
+    names: dict[str, str] = field(default_factory=dict[str, str])
     killed: str | None = None
     stages: list[str] = field(default_factory=list[str])
+
+    def name_of(self, worker_id: str | None) -> str:
+        """What a control worker is called here: `control-1` or `control-2`."""
+        return self.names.get(worker_id or "", worker_id or "nobody")
 
     @property
     def elapsed_s(self) -> float:

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import os
 import signal
 import sys
 import tempfile
@@ -20,14 +21,15 @@ from typing import TYPE_CHECKING, Annotated
 
 import msgspec
 import typer
-from bargein_client import AsyncBargein, BargeinError
 from redis.asyncio.retry import Retry
 from redis.backoff import NoBackoff
+from redis.exceptions import RedisError
 
+from bargein_client import AsyncBargein, BargeinError
 from control.store.keys import partition_of
 from stages.pipeline import SHIPPED, Pipeline, load_pipeline
 from workers.cli.endings import Failure, Status, plainly
-from workers.cli.leaving import SIGNALS, leave_at_once
+from workers.cli.leaving import SIGNALS, end_tasks, leave_at_once
 from workers.cli.run import load_policy_plainly
 from workers.demo.board import Board
 from workers.demo.dialogue import RATE_HZ, Dialogue, NotingRedis
@@ -44,7 +46,6 @@ if TYPE_CHECKING:
     from typing import Any
 
     from bargein_client import AsyncSession
-
     from workers.demo.speech import Turn
 
 SPEECH = Path(__file__).with_name("speech.wav")
@@ -53,6 +54,7 @@ SESSION_ID = "demo"
 INCARNATION = 0
 OPEN_S = 10.0
 OPEN_AGAIN_S = 0.1
+MOST_S = 75.0
 
 
 @plainly
@@ -68,7 +70,8 @@ def demo(
     pipeline: Annotated[
         Path | None,
         typer.Option(
-            "--pipeline", help="Another pipeline file, whose stages take and speak audio. Else the demo's own",
+            "--pipeline",
+            help="Another pipeline file, whose stages take and speak audio. Else the demo's own",
             show_default=False,
         ),
     ] = None,
@@ -98,11 +101,12 @@ def demo(
 
 def choose_pipeline() -> tuple[Path, str]:
     """The demo's pipeline file for this machine, and what there is to say about the choice."""
-    if find_spec("torch") is not None and (SHIPPED / "demo.yaml").is_file():
-        return SHIPPED / "demo.yaml", ""
-    shipped = SHIPPED / "demo-parrot.yaml"
-    remark = "PyTorch isn't installed, so the second stage passes the voice on as it is (demo-parrot.yaml)"
-    return (shipped if shipped.is_file() else PACKAGED_PIPELINE), remark
+    full, plain = SHIPPED / "demo.yaml", SHIPPED / "demo-parrot.yaml"
+    if find_spec("torch") is not None and full.is_file():
+        return full, ""
+    lacks = "PyTorch isn't installed" if find_spec("torch") is None else f"{full} isn't there"
+    remark = f"{lacks}, so the second stage passes the voice on as it is"
+    return (plain if plain.is_file() else PACKAGED_PIPELINE), remark
 
 
 def plan_from(wav: Path, *, kill: bool) -> list[Turn]:
@@ -120,10 +124,15 @@ def prepare_files(out: Path, json_file: Path | None) -> None:
     """See that what is written at the end can be written. Raises `Failure`."""
     try:
         out.mkdir(parents=True, exist_ok=True)
-        for path in (out / "heard.wav", *([json_file] if json_file is not None else [])):
-            path.open("ab").close()
     except OSError as error:
-        raise Failure(f"{error.filename} can't be written: {error.strerror}", Status.SETTINGS) from None
+        raise Failure(f"--out {out}: can't be made: {error.strerror}", Status.SETTINGS) from None
+    if not os.access(out, os.W_OK | os.X_OK):
+        raise Failure(f"--out {out}: can't be written to", Status.SETTINGS)
+    if json_file is not None:
+        if json_file.is_dir() or not json_file.parent.is_dir():
+            raise Failure(f"--json {json_file}: is no file in an existing folder", Status.SETTINGS)
+        if not os.access(json_file if json_file.exists() else json_file.parent, os.W_OK):
+            raise Failure(f"--json {json_file}: can't be written to", Status.SETTINGS)
 
 
 class _Run:
@@ -135,16 +144,17 @@ class _Run:
         self._wav = wav
         self._turns = turns
         self._out = out
+        self._log_path = out / "workers.log"
         self.system: System | None = None
         self.view: View | None = None
 
     async def run(self, board: Board, remark: str) -> Findings:
         with tempfile.TemporaryDirectory(prefix="bargein-demo-") as folder:
-            log_path = self._out / "workers.log"
+            view = self.view = View(board)
             system = self.system = System(
-                self._pipeline, self._pipeline_path, Path(folder), log_path, lambda text: view.say(text)
+                self._pipeline, self._pipeline_path, Path(folder), self._log_path, board, view.say
             )
-            view = self.view = View(board, system.name_of)
+            most_s = MOST_S + self._pipeline.control.lease_s
             with view:
                 showing = asyncio.create_task(view.run())
                 try:
@@ -152,12 +162,18 @@ class _Run:
                     if remark:
                         view.say(remark)
                     await system.start()
-                    findings = await _first_of(self._converse(board), system.guard())
+                    async with asyncio.timeout(most_s):
+                        findings = await _first_of(self._converse(board), system.guard())
+                except TimeoutError:
+                    raise Failure(f"the conversation has not come to its end within {most_s:g} s") from None
+                except RedisError as error:
+                    raise Failure(f"the server doesn't answer any more: {error}") from None
+                except OSError as error:
+                    raise Failure(f"{error.filename or self._out}: {error.strerror or error}") from None
                 finally:
                     board.doing = "ending every process"
                     await system.end()
-                    showing.cancel()
-                    await asyncio.gather(showing, return_exceptions=True)
+                    await end_tasks(showing)
             view.finish(findings)
             return findings
 
@@ -181,18 +197,21 @@ class _Run:
         watch = Watch(system.redis, SESSION_ID, INCARNATION, partition, stages, board)
 
         async def find_owner() -> str:
-            return system.name_of(await watch.fetch_owner())
+            return board.name_of(await watch.fetch_owner())
 
         async def kill() -> tuple[str, int]:
             owner = await watch.fetch_owner()
-            board.killed = system.name_of(owner)
+            board.killed = board.name_of(owner)
             return board.killed, await system.kill(owner)
 
         async with noted, AsyncBargein(noted) as client:
             session = await _open(client)
             view.say(f"session {SESSION_ID!r} is open; {await find_owner()} owns its partition, {partition}")
-            dialogue = Dialogue(session, noted, self._turns, board, view.say, kill, find_owner)
+            dialogue = Dialogue(
+                session, noted, self._turns, board, view.say, kill, find_owner, lease_s=self._pipeline.control.lease_s
+            )
             await _first_of(dialogue.run(), watch.run())
+            board.doing = "waiting for the stage workers' last figures"
             await watch.read_stream()
             await watch.settle()
             dropped_by_client = session.dropped_locally
@@ -207,7 +226,7 @@ class _Run:
             total_s=board.elapsed_s,
             heard_wav=heard_wav,
             conversation_wav=conversation_wav,
-            log=self._out / "workers.log",
+            log=self._log_path,
         )
 
     def _write_sound(self, dialogue: Dialogue) -> tuple[Path, Path]:
@@ -244,9 +263,7 @@ async def _first_of(work: Coroutine[Any, Any, Any], guard: Coroutine[Any, Any, N
                 task.result()
         return tasks[0].result()
     finally:
-        for task in tasks:
-            task.cancel()
-        await asyncio.gather(*tasks, return_exceptions=True)
+        await end_tasks(*tasks)
 
 
 async def _until_told(work: Coroutine[Any, Any, Findings], run: _Run) -> Findings:
@@ -258,7 +275,7 @@ async def _until_told(work: Coroutine[Any, Any, Findings], run: _Run) -> Finding
         if told:
             if run.system is not None:
                 run.system.kill_all()
-            leave_at_once(number)
+            leave_at_once(128 + number)
         told.append(number)
         if run.view is not None:
             run.view.say(f"{number.name}: ending every process; once more ends them at once")

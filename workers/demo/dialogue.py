@@ -14,10 +14,11 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 import msgpack
-from bargein_client import BargeinError, Gap, Lifecycle, Output, Reply
 from redis.asyncio import Redis
 
+from bargein_client import BargeinError, CleanupFailedError, Gap, Lifecycle, Output, Reply, StageTimeoutError
 from workers.cli.endings import Failure
+from workers.cli.leaving import end_tasks
 from workers.demo.audit import Audit
 from workers.demo.playback import Loudspeaker, Track
 from workers.demo.speech import FRAME_MS, measure_db
@@ -27,7 +28,6 @@ if TYPE_CHECKING:
     from collections.abc import Awaitable, Callable, Sequence
 
     from bargein_client import AsyncSession
-
     from workers.demo.board import Board
     from workers.demo.speech import Turn
 
@@ -129,7 +129,10 @@ class Microphone:
 
 
 class Dialogue:
-    """`kill(...)` kills the session's control worker and says which one that was, and its process id."""
+    """`kill` kills the session's control worker and says which one that was, and its process id.
+
+    `find_owner` says which one it is now; `lease_s` is how long it may take until another one is.
+    """
 
     def __init__(
         self,
@@ -140,6 +143,8 @@ class Dialogue:
         say: Callable[[str], None],
         kill: Callable[[], Awaitable[tuple[str, int]]],
         find_owner: Callable[[], Awaitable[str]],
+        *,
+        lease_s: float,
     ) -> None:
         self.user = Track(RATE_HZ)
         self.model = Loudspeaker(RATE_HZ)
@@ -158,9 +163,10 @@ class Dialogue:
         self._say = say
         self._kill = kill
         self._find_owner = find_owner
+        # A turn may begin just as its control worker is killed.
+        self._answer_wait_s = lease_s + ANSWER_WAIT_S
         self._began_s = 0.0
         self._tasks: list[asyncio.Task[None]] = []
-        self._failure: BargeinError | None = None
 
     async def run(self) -> None:
         """The whole conversation, until the session is closed. Raises `Failure`."""
@@ -175,17 +181,13 @@ class Dialogue:
             self.length_s = max(self.now_s, self.model.track.end_s)
             self._board.doing = "closing the session"
             self._say("the user hangs up")
-            await self._session.close()
-            # The listener ends by itself, with the session's last event.
-            await asyncio.wait_for(self._tasks[0], ANSWER_WAIT_S)
+            await self._close()
         except BargeinError as error:
             raise Failure(f"the conversation can't go on: {error}") from None
         except TimeoutError:
             raise Failure("the session's last event has not come") from None
         finally:
-            for task in self._tasks:
-                task.cancel()
-            await asyncio.gather(*self._tasks, return_exceptions=True)
+            await end_tasks(*self._tasks)
 
     @property
     def turns(self) -> int:
@@ -196,6 +198,16 @@ class Dialogue:
     def now_s(self) -> float:
         """Since the conversation began."""
         return asyncio.get_running_loop().time() - self._began_s
+
+    async def _close(self) -> None:
+        try:
+            await self._session.close()
+        except (CleanupFailedError, StageTimeoutError) as error:
+            # The close holds, and its cleanup goes on; that it is not over is what the findings will say.
+            self._say(f"the session closes, but a stage has not let go yet: {error}")
+            return
+        # The listener ends by itself, with the session's last event.
+        await asyncio.wait_for(self._tasks[0], self._answer_wait_s)
 
     async def _speak(self, number: int, turn: Turn) -> None:
         size = RATE_HZ * FRAME_MS // 1000
@@ -228,13 +240,15 @@ class Dialogue:
         at_s, epoch = self.now_s, self._session.fence.epoch
         cut_s = self.model.cut(at_s)
         reply = await self._session.interrupt(wait=False)
+        sent_ms = self._noted.signals_ms[-1]
         self._board.interruptions += 1
+        self._board.signals_ms[epoch] = sent_ms
         self._board.epoch = epoch + 1
         takeover = self.takeover
         each = Interruption(
             at_s,
             epoch,
-            self._noted.signals_ms[-1],
+            sent_ms,
             cut_s,
             waited=takeover is not None and takeover.replied_s is None,
         )
@@ -256,9 +270,9 @@ class Dialogue:
         )
 
     async def _hear(self, number: int, turn: Turn) -> None:
-        if not await self._until(lambda: self.model.first_s is not None, ANSWER_WAIT_S):
+        if not await self._until(lambda: self.model.first_s is not None, self._answer_wait_s):
             why = f"; refused: {self.microphone.refusals[-1]}" if self.microphone.refusals else ""
-            raise Failure(f"no answer to turn {number} within {ANSWER_WAIT_S:g} s{why}")
+            raise Failure(f"no answer to turn {number} within {self._answer_wait_s:g} s{why}")
         self._board.doing = "the model answers"
         first_s = self.model.first_s or 0.0
         if turn.kill:
@@ -266,7 +280,7 @@ class Dialogue:
         if turn.listen_s is not None:
             await self._sleep_until(first_s + turn.listen_s)
             return
-        wait_s = turn.sound.size / RATE_HZ + ANSWER_WAIT_S
+        wait_s = turn.sound.size / RATE_HZ + self._answer_wait_s
         if not await self._until(lambda: self.model.ended_s is not None and self.now_s >= self.model.ended_s, wait_s):
             raise Failure(f"the answer to turn {number} has no end")
         self.heard_out += 1

@@ -9,6 +9,7 @@ stream ids have whole milliseconds.
 
 from __future__ import annotations
 
+from itertools import pairwise
 from statistics import median
 from typing import TYPE_CHECKING
 
@@ -21,6 +22,8 @@ if TYPE_CHECKING:
 
     from workers.demo.dialogue import Dialogue, Takeover
     from workers.demo.watch import Watch
+
+NAMED = 3
 
 
 class InterruptionFinding(Struct, frozen=True, kw_only=True):
@@ -70,8 +73,10 @@ class Findings(Struct, frozen=True, kw_only=True):
     abort: Spread | None
     stale_dropped_by_stages: int
     stale_dropped_by_client: int
+    stale_speech_cut_ms: int
     stale_delivered: int
     listener_events: int
+    listener_gaps: int
     stream_events: int
     stream_missing: int
     outputs_delivered: int
@@ -131,8 +136,10 @@ def conclude(
         abort=_spread([each.abort_ms for each in interruptions if each.abort_ms is not None and not each.waited]),
         stale_dropped_by_stages=watch.count(*DROPPED),
         stale_dropped_by_client=dropped_by_client,
+        stale_speech_cut_ms=round(sum(each.cut_s for each in dialogue.interruptions) * 1000),
         stale_delivered=stale,
         listener_events=dialogue.audit.events,
+        listener_gaps=dialogue.gaps,
         stream_events=watch.audit.events,
         stream_missing=watch.audit.missing,
         outputs_delivered=watch.audit.outputs,
@@ -151,47 +158,32 @@ def conclude(
 
 def describe(findings: Findings) -> list[tuple[str, str]]:
     """The table's rows: what, and what was found."""
-    found = findings
-    rows = [
-        (
-            "conversation",
-            f"{found.conversation_s:.1f} s, {found.turns} turns of the user;"
-            f" {found.answers_heard_out} answers heard to their end",
-        ),
-        ("interruptions", str(found.interruptions)),
-        ("barge-in to the engines' abort", _describe_abort(found)),
-        (
-            "stale outputs dropped",
-            f"{found.stale_dropped_by_stages} at the stages, {found.stale_dropped_by_client} by the client",
-        ),
-        (
-            "stale outputs delivered",
-            f"{found.stale_delivered}, by the order of {found.listener_events:,} events heard"
-            f" and of {found.stream_events:,} in the session's stream" + _describe_missing(found),
-        ),
-        ("requests released", _describe_requests(found)),
-        ("inputs accepted", f"{found.inputs_accepted:,} of {found.inputs_sent:,} sent"),
-    ]
-    outage = found.control_worker_killed
+    found, outage = findings, findings.control_worker_killed
+    rows = {
+        "conversation": f"{found.conversation_s:.1f} s, {found.turns} turns of the user; {found.answers_heard_out} "
+        "answers heard to their end",
+        "interruptions": str(found.interruptions),
+        "barge-in to the engines' abort": _describe_abort(found),
+        "stale outputs dropped": f"{found.stale_dropped_by_stages} at the stages, {found.stale_dropped_by_client} by "
+        f"the client, {found.stale_speech_cut_ms} ms of speech in the loudspeaker: what was on its way just then",
+        "stale outputs delivered": f"{found.stale_delivered} of {found.outputs_delivered}, by the order of what the "
+        f"listener heard and of what the session's stream holds{_describe_missing(found)}",
+        "requests released": _describe_requests(found),
+        "inputs accepted": f"{found.inputs_accepted:,} of {found.inputs_sent:,} sent",
+    }
     if outage is not None:
-        rows += [
-            (
-                "control worker killed",
-                f"{outage.killed} (process {outage.pid}), {outage.at_s:.1f} s into the conversation;"
-                f" {outage.successor} took over",
-            ),
-            (
-                "gap to the next reply",
-                f"{outage.gap_ms:,.0f} ms with a lease of {outage.lease_ms:,} ms; meanwhile"
-                f" {outage.outputs_meanwhile} pieces of speech came, at most {outage.silence_ms:.0f} ms apart",
-            ),
-        ]
-    return [
-        *rows,
-        ("what the user heard", found.heard_wav),
-        ("both voices", f"{found.conversation_wav} (left the user, right the model)"),
-        ("what the workers logged", found.log),
-    ]
+        rows |= {
+            "control worker killed": f"{outage.killed} (process {outage.pid}), {outage.at_s:.1f} s into the "
+            f"conversation; {outage.successor} took over",
+            "gap to the next reply": f"{outage.gap_ms:,.0f} ms with a lease of {outage.lease_ms:,} ms; meanwhile "
+            f"{outage.outputs_meanwhile} pieces of speech came, at most {outage.silence_ms:.0f} ms apart",
+        }
+    rows |= {
+        "what the user heard": found.heard_wav,
+        "both voices": f"{found.conversation_wav} (left the user, right the model)",
+        "what the workers logged": found.log,
+    }
+    return list(rows.items())
 
 
 def verdict(findings: Findings) -> str:
@@ -202,7 +194,9 @@ def verdict(findings: Findings) -> str:
     if findings.stale_delivered:
         wrong.append(f"{findings.stale_delivered} stale outputs were delivered")
     if findings.requests_left:
-        wrong.append(f"not released: {', '.join(findings.requests_left)}")
+        left = findings.requests_left
+        others = f" and {len(left) - NAMED} more" if len(left) > NAMED else ""
+        wrong.append(f"not released: {', '.join(left[:NAMED])}{others}")
     elif findings.requests_held_by_engines:
         wrong.append(f"the stage workers still hold {findings.requests_held_by_engines} requests")
     return f"FAILED: {'; '.join(wrong)}."
@@ -221,7 +215,7 @@ def _outage(takeover: Takeover | None, arrivals_s: list[float], lease_ms: int) -
     if takeover is None or takeover.replied_s is None:
         return None
     within = [each for each in arrivals_s if takeover.killed_s <= each <= takeover.replied_s]
-    steps = [later - earlier for earlier, later in zip(within, within[1:], strict=False)]
+    steps = [later - earlier for earlier, later in pairwise(within)]
     return Outage(
         killed=takeover.victim,
         pid=takeover.pid,
@@ -239,7 +233,10 @@ def _describe_abort(found: Findings) -> str:
     unknown = sum(1 for each in found.interruptions_each if each.abort_ms is None)
     text = "not measured"
     if found.abort is not None:
-        text = f"{found.abort.min_ms:.1f} / {found.abort.median_ms:.1f} / {found.abort.max_ms:.1f} ms (min, median, max)"
+        text = (
+            f"{found.abort.min_ms:.1f} / {found.abort.median_ms:.1f} / {found.abort.max_ms:.1f} ms (min, median, max)"
+        )
+        text += ", from the producer's XADD until the last engine had dropped the request"
     for each in waited:
         text += f"; {each.abort_ms or 0:,.0f} ms for one during the takeover"
     return text + (f"; {unknown} not measured" if unknown and found.abort is not None else "")

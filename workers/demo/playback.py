@@ -1,7 +1,7 @@
 """The user's loudspeaker and microphone: what was heard and said, sample by sample, on one timeline.
 
 Responsible for when each piece of the model's voice would have been heard, for cutting it off at an interruption, and
-for laying both voices side by side at the end. Leaves files to `wav.py`. Pure: times are arguments, in seconds since the
+for laying a voice out at the end. Leaves files to `wav.py`. Pure: times are arguments, in seconds since the
 conversation began.
 
 A loudspeaker begins an answer a little after its first piece has come, so that later pieces may be that late (a jitter

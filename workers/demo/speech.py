@@ -62,9 +62,8 @@ def find_utterances(sound: Samples, rate_hz: int) -> list[Samples]:
     for begin, end in _stretches(levels >= _threshold_db(levels)):
         if (end - begin) * FRAME_MS < SHORTEST_S * 1000:
             continue
-        begin = max(0, begin - round(_LEAD_S * 1000 / FRAME_MS))
-        for part_begin, part_end in _cut_long(levels, begin, end):
-            utterances.append(sound[part_begin * frame : part_end * frame])
+        lead = min(begin, round(_LEAD_S * 1000 / FRAME_MS))
+        utterances += [sound[first * frame : last * frame] for first, last in _cut_long(levels, begin - lead, end)]
     return utterances
 
 

@@ -30,10 +30,12 @@ if TYPE_CHECKING:
     from pathlib import Path
 
     from stages.pipeline import Pipeline
+    from workers.demo.board import Board
 
 READY_S = 60.0
 LOOK_S = 0.05
-GRACE_S = 3.0
+GRACE_S = 1.0
+BEYOND_GRACE_S = 2.0
 SOCKET_TIMEOUT_S = 5.0
 LINES_SHOWN = 12
 
@@ -41,12 +43,19 @@ CONTROLS = ("control-1", "control-2")
 
 
 class System:
-    """`folder` is the server's, `log_path` gets what the workers log. `say` hears of each step."""
+    """`folder` is the server's, `log_path` gets what the workers log. `say` hears of each step, `board` of names."""
 
     def __init__(
-        self, pipeline: Pipeline, pipeline_path: Path, folder: Path, log_path: Path, say: Callable[[str], None]
+        self,
+        pipeline: Pipeline,
+        pipeline_path: Path,
+        folder: Path,
+        log_path: Path,
+        board: Board,
+        say: Callable[[str], None],
     ) -> None:
         self._pipeline = pipeline
+        self._board = board
         self._say = say
         self._log_path = log_path
         self._server = ServerProcess(require_valkey_binary(), folder)
@@ -57,7 +66,6 @@ class System:
         self._killed: set[str] = set()
         self._log: IO[str] | None = None
         self._tail: deque[str] = deque(maxlen=LINES_SHOWN)
-        self._names: dict[str, str] = {}
         self._redis: Redis | None = None
 
     @property
@@ -70,10 +78,6 @@ class System:
         """A connection for questions, once the server has started."""
         assert self._redis is not None, "not before start"
         return self._redis
-
-    def name_of(self, worker_id: str | None) -> str:
-        """What a control worker is called here: `control-1` or `control-2`."""
-        return self._names.get(worker_id or "", worker_id or "nobody")
 
     async def start(self) -> None:
         """Start everything and wait until a session could be opened. Raises `Failure` or `ServerError`."""
@@ -92,7 +96,7 @@ class System:
         self._start_child(CONTROLS[1], ["control"])
         await self._wait_for(lambda: self._has_joined(CONTROLS[1]), "the second control worker")
         await self._wait_for(lambda: self._are_live(stages), "the stage workers")
-        await self._wait_for(self._are_shared_out, "the control workers sharing out the partitions")
+        await self._wait_for(self._are_shared_out, "the partitions to be shared out")
         for name, child in self._children.items():
             self._say(f"{name} is ready (process {child.pid})")
 
@@ -104,7 +108,7 @@ class System:
 
     async def kill(self, worker_id: str) -> int:
         """SIGKILL a control worker; its process id, once it is gone."""
-        name = self._names[worker_id]
+        name = self._board.names[worker_id]
         child = self._children[name]
         pid = child.pid
         assert pid is not None, f"{name} doesn't run"
@@ -159,6 +163,7 @@ class System:
                 raise Failure(f"{name} has ended unexpectedly; the last that was logged:\n{log}")
 
     async def _wait_for(self, is_so: Callable[[], Awaitable[bool]], what: str) -> None:
+        self._board.doing = f"waiting for {what}"
         try:
             async with asyncio.timeout(READY_S):
                 while True:
@@ -173,8 +178,8 @@ class System:
 
     async def _has_joined(self, name: str) -> bool:
         for row in await fetch_controls(self.redis, 0):
-            if row.worker_id not in self._names:
-                self._names[row.worker_id] = name
+            if row.worker_id not in self._board.names:
+                self._board.names[row.worker_id] = name
                 return True
         return False
 
@@ -188,14 +193,14 @@ class System:
         if config is None:
             return False
         rows = await fetch_partitions(self.redis, config.partitions)
-        return all(row.owner == rendezvous(row.partition, self._names) for row in rows)
+        return all(row.owner == rendezvous(row.partition, self._board.names) for row in rows)
 
     async def _end_children(self, names: Sequence[str]) -> None:
         tasks = [self._tasks[name] for name in names]
         for name in names:
             self._children[name].stop()
         if tasks:
-            _, left = await asyncio.wait(tasks, timeout=GRACE_S + 1)
+            _, left = await asyncio.wait(tasks, timeout=GRACE_S + BEYOND_GRACE_S)
             for name in names:
                 if self._tasks[name] in left:
                     self._children[name].signal(signal.SIGKILL)

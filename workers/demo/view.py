@@ -9,7 +9,7 @@ codes, and a progress line comes every two seconds.
 from __future__ import annotations
 
 import asyncio
-import os
+import sys
 from typing import TYPE_CHECKING
 
 from rich import box
@@ -22,8 +22,6 @@ from rich.text import Text
 from workers.demo.findings import describe, verdict
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
-
     from rich.console import RenderableType
 
     from workers.demo.board import Board, RequestState
@@ -31,6 +29,7 @@ if TYPE_CHECKING:
 
 PROGRESS_S = 2.0
 REFRESH_HZ = 10
+MIN_WIDTH = 30
 METER_CELLS = 24
 METER_FLOOR_DB = -48.0
 REQUESTS_SHOWN = 6
@@ -38,15 +37,17 @@ COLOURS = {"reserved": "yellow", "running": "green", "cleaning": "red", "release
 
 
 class View:
-    """A context manager: on a terminal the panel is there meanwhile. `name_of` a control worker's id."""
+    """A context manager: on a terminal the panel is there meanwhile."""
 
-    def __init__(self, board: Board, name_of: Callable[[str | None], str]) -> None:
+    def __init__(self, board: Board) -> None:
         self._board = board
-        self._name_of = name_of
-        console = Console(highlight=False)
-        self._is_live = console.is_terminal and not console.is_dumb_terminal
-        if not self._is_live:
-            console = Console(highlight=False, color_system=None, force_terminal=False, width=_plain_width())
+        # Asked of the stream itself: for rich, variables like FORCE_COLOR make a terminal of anything.
+        self._is_live = sys.stdout.isatty() and not Console().is_dumb_terminal
+        console = (
+            Console(highlight=False)
+            if self._is_live
+            else Console(highlight=False, color_system=None, force_terminal=False, soft_wrap=True)
+        )
         self._console = console
         self._live = Live(
             console=console, auto_refresh=False, get_renderable=self._draw, redirect_stdout=False, transient=True
@@ -65,10 +66,7 @@ class View:
         """Something has happened."""
         for number, line in enumerate(text.splitlines()):
             stamp = f"[{self._board.elapsed_s:5.1f} s] " if number == 0 else " " * 10
-            if self._is_live:
-                self._console.print(Text(stamp, style="dim") + Text(line))
-            else:
-                print(stamp + line, flush=True)
+            self._console.print(Text(stamp, style="dim") + Text(line))
 
     async def run(self) -> None:
         """Keep it up to date until cancelled."""
@@ -93,24 +91,18 @@ class View:
             self._console.print(Text(verdict(findings), style="bold green" if findings.ok else "bold red"))
             return
         width = max(len(name) for name, _ in rows)
-        print(flush=True)
-        for name, value in rows:
-            print(f"{name:<{width}}  {value}")
-        print(f"\n{verdict(findings)}", flush=True)
+        lines = [f"{name:<{width}}  {value}" for name, value in rows]
+        self._console.print(Text("\n".join(["", *lines, "", verdict(findings)])))
 
     def _progress(self) -> str:
         board = self._board
         if not board.requests:
             return f"... {board.doing}"
-        speaking = [
-            who for who, level in (("user", board.user_db), ("model", board.model_db)) if level > METER_FLOOR_DB
-        ]
         last = "" if board.barge_in_ms is None else f"; last barge-in {board.barge_in_ms:.1f} ms"
         return (
-            f"... {board.doing}; speaking: {' and '.join(speaking) or 'nobody'}; turn {board.turn}, epoch {board.epoch};"
-            f" requests {_counts(board)};"
-            f" outputs {board.outputs_heard} delivered, {board.outputs_dropped} dropped,"
-            f" {board.stale_delivered} stale{last}"
+            f"... {board.doing}; turn {board.turn}, epoch {board.epoch}; requests: {_counts(board)};"
+            f" outputs: {board.outputs_heard} delivered, stale ones: {board.outputs_dropped} dropped,"
+            f" {board.stale_delivered} delivered{last}"
         )
 
     def _draw(self) -> RenderableType:
@@ -121,7 +113,9 @@ class View:
         grid.add_row("now", Text(board.doing))
         grid.add_row("user", _meter(board.user_db, "cyan"))
         grid.add_row("model", _meter(board.model_db, "magenta"))
-        grid.add_row("position", Text(f"turn {board.turn}, epoch {board.epoch}, {board.interruptions} interruptions"))
+        grid.add_row(
+            "position", Text(f"turn {board.turn}, epoch {board.epoch}, interruptions so far: {board.interruptions}")
+        )
         grid.add_row("requests", Group(Text(_counts(board)), *_latest(board.requests)))
         grid.add_row(
             "outputs",
@@ -134,20 +128,20 @@ class View:
             grid.add_row("barge-in", Text(f"the last one took {board.barge_in_ms:.1f} ms to the engines' abort"))
         grid.add_row("workers", self._workers())
         title = f"bargein demo, {board.elapsed_s:.0f} s"
-        return Panel(grid, title=title, title_align="left", box=box.ROUNDED, height=None)
+        # A Ctrl-C is echoed behind the last line; wrapped to the next, it would leave a piece of the panel behind.
+        width = max(MIN_WIDTH, self._console.width - 4)
+        return Panel(grid, title=title, title_align="left", box=box.ROUNDED, width=width)
 
     def _workers(self) -> Text:
         board, text = self._board, Text()
-        for worker_id in board.controls:
-            name = self._name_of(worker_id)
+        for name, worker_id in sorted((board.name_of(each), each) for each in board.controls):
             if name == board.killed:
                 continue
-            owns = f" owns the session (partition {board.partition})" if worker_id == board.owner else ""
-            text.append(f"{name}{owns}  ", style="green" if owns else "")
+            owns = worker_id == board.owner
+            text.append(f"{name} owns the session  " if owns else f"{name}  ", style="green" if owns else "")
         if board.killed is not None:
             text.append(f"{board.killed} killed  ", style="red")
-        text.append("  ".join(board.stages))
-        return text
+        return text.append("\n" + "  ".join(board.stages))
 
 
 def _counts(board: Board) -> str:
@@ -171,8 +165,3 @@ def _meter(level_db: float, colour: str) -> Text:
     share = min(1.0, max(0.0, 1 - level_db / METER_FLOOR_DB))
     filled = round(share * METER_CELLS)
     return Text("█" * filled, style=colour) + Text("·" * (METER_CELLS - filled), style="dim")
-
-
-def _plain_width() -> int:
-    """Lines for programs are not wrapped."""
-    return int(os.environ.get("COLUMNS", "0") or 0) or 10_000

@@ -117,7 +117,12 @@ class Watch:
             figures = await fetch_figures(self._redis, row.worker_id)
             for each in json.loads(figures.get("abort_log", "[]")):
                 self.aborted_ms.setdefault(each["request_id"], float(each["engine_ms"]))
-        self._board.outputs_dropped = self.count(*DROPPED)
+        board = self._board
+        board.outputs_dropped = self.count(*DROPPED)
+        for epoch, sent_ms in board.signals_ms.items():
+            aborted_ms = self.find_aborted_ms(epoch)
+            if aborted_ms is not None:
+                board.barge_in_ms = max(0.0, aborted_ms - sent_ms)
 
     def count(self, *names: str) -> int:
         """The sum of counters over the stage workers."""

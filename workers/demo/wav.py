@@ -107,7 +107,7 @@ def to_pcm(sound: Samples) -> bytes:
 
 def from_pcm(pcm: bytes) -> Samples:
     """The samples of s16le; an odd last byte is none."""
-    return np.frombuffer(pcm[: len(pcm) // 2 * 2], "<i2").astype(np.float32) / 32768
+    return np.frombuffer(pcm[: len(pcm) // 2 * 2], "<i2").astype(np.float32) / np.float32(32768)
 
 
 def write_wav(path: Path, channels: tuple[Samples, ...], rate_hz: int) -> None:
