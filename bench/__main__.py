@@ -1,7 +1,7 @@
 """`python -m bench`: what a command costs, and how long a barge-in takes, against bare loops in the same run.
 
-Prints ratios, since the machine decides the rest. The whole mix is what a session does: open, 8 appends each accepted by
-a stage, barge-in, close; durable (append-only file, fsync every second), 100 sessions at a time.
+Prints ratios, since the machine decides the rest. The whole mix is what a session does: open, 8 appends each accepted
+by a stage, barge-in, close; durable (append-only file, fsync every second), 100 sessions at a time.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ import statistics
 import sys
 import tempfile
 import time
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import Any
@@ -88,6 +88,18 @@ def command(session_id: str, control_id: str, op: str, epoch: int = 0, **fields:
     """A command's body."""
     fence = {"incarnation": 0, "epoch": epoch, "turn_id": 0, "response_seq": 0}
     return encode({"v": 1, "op": op, "session_id": session_id, "control_id": control_id, "fence": fence, **fields})
+
+
+async def until(left: Callable[[], Awaitable[int]]) -> None:
+    """Wait until nothing is left, 10 s at most."""
+    async with asyncio.timeout(10):
+        while await left():  # noqa: ASYNC110  nobody there could set an event
+            await asyncio.sleep(0.005)
+
+
+async def missing_lines(process: Child) -> int:
+    """How many barge-ins have not come out at the other end."""
+    return BARGE_INS - len(process.lines)
 
 
 class Producer:
@@ -174,8 +186,7 @@ async def bare_loop(url: str) -> float:
                 bodies = [command(f"bare-{s}", f"{n}", "append", mode="append_tokens") for s in range(SESSIONS)]
                 await producer.link.call_all([("XADD", "bare:in", "*", "b", body) for body in bodies])
                 inputs += SESSIONS
-            while await producer.link.call("XLEN", "bare:in"):
-                await asyncio.sleep(0.002)
+            await until(lambda: producer.link.call("XLEN", "bare:in"))
         return (worker.cpu_s - cpu_s) / inputs * 1e6
 
 
@@ -214,9 +225,7 @@ async def barge_ins(url: str, partitions: int, stage: Child) -> list[float]:
         sent[session_id] = time.monotonic()
         await producer.link.call(*producer.entry(session_id, body))
         await asyncio.sleep(0.01)
-    deadline = time.monotonic() + 5
-    while len(stage.lines) < BARGE_INS and time.monotonic() < deadline:
-        await asyncio.sleep(0.01)
+    await until(lambda: missing_lines(stage))
     noise.cancel()
     return [(stage.lines[s] - at) * 1000 for s, at in sent.items()]
 
@@ -230,9 +239,7 @@ async def bare_relay(url: str) -> list[float]:
             sent[f"r{n}"] = time.monotonic()
             await producer.link.call("XADD", "bare:relay", "*", "b", f"r{n}")
             await asyncio.sleep(0.01)
-        deadline = time.monotonic() + 5
-        while len(sink.lines) < BARGE_INS and time.monotonic() < deadline:
-            await asyncio.sleep(0.01)
+        await until(lambda: missing_lines(sink))
         return [(sink.lines[s] - at) * 1000 for s, at in sent.items()]
 
 
@@ -277,8 +284,12 @@ async def main() -> None:
     table.add_row("commands a second, 1 and 16 partitions", f"{one_rate:,.0f}   {many_rate:,.0f}", "")
     for name, at in (("p50", 0.50), ("p99", 0.99)):
         ours, bare = _quantile(times, at), _quantile(relayed, at)
-        table.add_row(f"barge-in, XADD to the abort at the stage, {name} ms", f"{ours:.2f}", f"{ours / bare:.2f} of relay")
-    table.add_row("bare two-hop relay, p50 and p99 ms", f"{_quantile(relayed, 0.5):.2f}   {_quantile(relayed, 0.99):.2f}", "1")
+        table.add_row(
+            f"barge-in, XADD to the abort at the stage, {name} ms", f"{ours:.2f}", f"{ours / bare:.2f} of relay"
+        )
+    table.add_row(
+        "bare two-hop relay, p50 and p99 ms", f"{_quantile(relayed, 0.5):.2f}   {_quantile(relayed, 0.99):.2f}", "1"
+    )
     console.print(table)
 
 

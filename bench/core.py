@@ -30,7 +30,7 @@ def core_cost_us(sessions: int = 2_000) -> float:
 
 
 def _configure(runtime_config: Mapping[str, Any]) -> tuple[Any, ...]:
-    return ({}, {})
+    return (runtime_config, {})
 
 
 _SETTINGS = Settings(stage_count=2, configure=_configure, pack_config=pack_config, unpack_config=unpack_config)

@@ -1,10 +1,16 @@
-"""The control worker under test, as a process: `python -m bench.worker URL PARTITIONS`."""
+"""The control worker under test, as a process: `python -m bench.worker URL PARTITIONS`.
+
+BENCH_PROFILE=FILE writes where its CPU time went, for `python -m pstats`; end it with SIGTERM then.
+"""
 
 from __future__ import annotations
 
 import asyncio
+import cProfile
 import os
+import signal
 import sys
+import time
 
 from stages.pipeline import parse_pipeline
 from workers.control import ControlWorker
@@ -16,21 +22,23 @@ async def main(url: str, partitions: int) -> None:
     )
     worker = ControlWorker(url, pipeline)
     running = asyncio.create_task(worker.run())
-    while len(worker.owned) < partitions and not running.done():
-        await asyncio.sleep(0.02)
+    asyncio.get_running_loop().add_signal_handler(signal.SIGTERM, worker.stop)
+    owning = asyncio.create_task(_own_all(worker, partitions))
+    await asyncio.wait({running, owning}, return_when=asyncio.FIRST_COMPLETED)
     print("ready", flush=True)
-    if os.environ.get("BENCH_PROFILE"):
-        import cProfile
-
-        profile = cProfile.Profile()
+    path = os.environ.get("BENCH_PROFILE")
+    profile = cProfile.Profile(time.process_time)
+    if path:
         profile.enable()
-        loop = asyncio.get_running_loop()
-        loop.add_signal_handler(15, worker.stop)
-        await running
-        profile.disable()
-        profile.dump_stats(os.environ["BENCH_PROFILE"])
-        return
     await running
+    if path:
+        profile.disable()
+        profile.dump_stats(path)
+
+
+async def _own_all(worker: ControlWorker, partitions: int) -> None:
+    while len(worker.owned) < partitions:  # noqa: ASYNC110  the worker tells nobody
+        await asyncio.sleep(0.02)
 
 
 if __name__ == "__main__":

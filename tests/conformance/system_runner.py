@@ -1,8 +1,8 @@
 """The traces on the whole system: a control worker and stage workers on a real server, with a scripted engine.
 
-Only two things are not as in production: the clock can be moved on, and deadlines fire only when a trace's reaper runs,
-since the reference collects nothing in between. Everything goes through Redis, acks of an operator's retry and of a dead
-request too.
+Only two things are not as in production: the clock can be moved on, and deadlines fire only when a trace's reaper
+runs, since the reference collects nothing in between. Everything goes through Redis, acks of an operator's retry and
+of a dead request too.
 """
 
 from __future__ import annotations
@@ -41,7 +41,8 @@ from tests.conformance.script import (
 from tests.conformance.traces import Seen, plain_fence
 from tests.workers.scripted import ScriptedEngine
 from workers.clock import ServerClock
-from workers.control import ControlWorker, Owned
+from workers.control import ControlWorker
+from workers.holdings import Owned
 from workers.stage import StageWorker
 
 PATIENCE_S = 20.0
@@ -144,11 +145,10 @@ class SystemRun:
         self._ever: set[str] = set()
         self._opened: list[str] = []
         self._early = Early()
+        self._reserved: set[str] = set()
 
     def _stage(self, url: str, number: int) -> StageWorker:
-        return StageWorker(
-            url, self._pipeline, number, build_engine=lambda: self._engines[number], policy=self._policy
-        )
+        return StageWorker(url, self._pipeline, number, build_engine=lambda: self._engines[number], policy=self._policy)
 
     async def __aenter__(self) -> SystemRun:
         await self._redis.flushall()
@@ -287,8 +287,6 @@ class SystemRun:
         self._reserved = set()
         self._seen.cleaned = self._ever - now
 
-    _reserved: set[str] = set()
-
     async def _read_events(self, sid: str, *, closing: bool) -> None:
         name = self._keys[partition_of(sid, PARTITIONS)].events(sid)
         for entry_id, fields in await self._redis.xrange(name, f"({self._read.get(sid, '0')}"):
@@ -323,4 +321,3 @@ class SystemRun:
 def _is_busy(blob: bytes) -> bool:
     session = decode_session(blob, None)
     return session.phase is Phase.OPENING or session.append is not None or bool(session.debts)
-

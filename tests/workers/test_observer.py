@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator, Iterator
-from contextlib import contextmanager
+from collections.abc import AsyncIterator
 from typing import Any
 
 import pytest
@@ -14,6 +13,7 @@ from control.store import keys
 from control.store.link import Link, make_pool
 from control.store.lives import Entry, beat, fetch_lives, register_life
 from tests.servers import ValkeyServer
+from tests.workers.control_bed import end, until
 from workers.observer import Observer
 from workers.placement import Directory
 
@@ -52,15 +52,6 @@ def pass_time(watcher: Observer, seconds: float) -> None:
 
 async def state(redis: Any, worker_id: str) -> bytes:
     return await redis.hget(keys.worker_state(worker_id), "state")
-
-
-@contextmanager
-def stopped(server: ValkeyServer) -> Iterator[None]:
-    server.kill()
-    try:
-        yield
-    finally:
-        server.start()
 
 
 async def test_live_workers_with_free_slots_are_what_placement_chooses_from(redis: Any) -> None:
@@ -165,18 +156,15 @@ async def test_s71_a_server_that_was_away_for_longer_than_the_heartbeat_time_los
             watcher = observer(redis)
             await register(redis, "ear-1")
             running = asyncio.create_task(watcher.run())
-            while not watcher._pulses:
-                await asyncio.sleep(0.01)
+            await until(lambda: watcher._pulses)
             pass_time(watcher, LATER_S - 0.2)
-            with stopped(server):
-                while watcher._pulses:
-                    await asyncio.sleep(0.01)
-            while not watcher._pulses:
-                await asyncio.sleep(0.01)
+            server.kill()
+            await until(lambda: not watcher._pulses)
+            server.start()
+            await until(lambda: watcher._pulses)
             assert watcher.lost == {}
             assert await state(redis, "ear-1") == b"live"
-            running.cancel()
-            await asyncio.gather(running, return_exceptions=True)
+            await end(running)
 
 
 async def test_s76_a_record_that_cannot_be_read_is_neither_chosen_nor_lost(redis: Any) -> None:
@@ -200,7 +188,5 @@ async def test_an_index_that_cannot_be_read_is_an_error_that_passes(redis: Any) 
     assert not running.done()
     await redis.delete(keys.STAGES)
     await register(redis, "ear-1")
-    while watcher.directory.choose_route() is None:
-        await asyncio.sleep(0.01)
-    running.cancel()
-    await asyncio.gather(running, return_exceptions=True)
+    await until(watcher.directory.choose_route)
+    await end(running)

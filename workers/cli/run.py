@@ -21,7 +21,8 @@ from workers.cli.endings import EXPECTED, Failure, Status, plainly
 from workers.cli.leaving import end_tasks, run_until_told
 from workers.cli.logs import set_up_logging
 from workers.cli.options import Grace, LogJson, LogLevel, PasswordFile, PipelineFile, RedisUrl
-from workers.control import ControlWorker, core_settings
+from workers.control import ControlWorker
+from workers.control_setup import core_settings
 from workers.settings import Settings, SettingsError, load_settings, spell
 from workers.stage import StageWorker
 

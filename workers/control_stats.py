@@ -1,0 +1,18 @@
+"""What a control worker has done so far, for health checks, metrics and tests. Pure."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+
+@dataclass(slots=True)
+class ControlStats:
+    """Counters since the start; `last_turn_ms` is monotonic time, the loop's last sign of life (S60)."""
+
+    commands: int = 0
+    acks: int = 0
+    commits: int = 0
+    refused_commits: int = 0
+    dead_letters: int = 0
+    reconnects: int = 0
+    last_turn_ms: float = 0.0

@@ -1,0 +1,72 @@
+"""Stream entries as the control worker reads them: decoded, or with the reason why they can't be.
+
+Responsible for an entry's fields and for its home partition. Leaves the body to `control/wire`. Pure. Says no by the
+entry's `unreadable`, which becomes a dead letter (S54).
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+from control.store.commits import ACKS_KEY, COMMANDS_KEY
+from control.store.keys import partition_of
+from control.wire.commands import Received, Unreadable, decode_command
+from control.wire.stage import decode_ack
+
+if TYPE_CHECKING:
+    from control.core import commands as c
+    from control.wire.limits import Limits
+
+
+@dataclass(slots=True)
+class Entry:
+    """One stream entry, decoded, or the reason why it can't be."""
+
+    stream: int
+    entry_id: str
+    entered_ms: int
+    session_id: str = ""
+    received: Received | None = None
+    event: c.Event | None = None
+    unreadable: str | None = None
+
+
+def decode_entries(number: int, read: dict[int, list[Any]], partitions: int, limits: Limits) -> list[Entry]:
+    """Acks first: they make room."""
+    entries = [_decode_ack(raw) for raw in read.get(ACKS_KEY, ())]
+    entries += [_decode_command(number, raw, partitions, limits) for raw in read.get(COMMANDS_KEY, ())]
+    return entries
+
+
+def _decode_command(number: int, raw: list[Any], partitions: int, limits: Limits) -> Entry:
+    entry_id = raw[0].decode()
+    entry = Entry(COMMANDS_KEY, entry_id, int(entry_id.partition("-")[0]))
+    fields: list[bytes] = raw[1] or []
+    names = fields[0::2]
+    try:
+        if names.count(b"b") != 1 or names.count(b"p") > 1:
+            raise Unreadable("an entry needs one field b, and at most one p")
+        values = dict(zip(names, fields[1::2], strict=True))
+        received = decode_command(values[b"b"], values.get(b"p"), limits)
+        session_id = received.command.session_id
+        home = partition_of(session_id, partitions)
+        if home != number:
+            raise Unreadable(f"session {session_id!r} belongs to partition {home}, not to {number}")
+    except Unreadable as reason:
+        entry.unreadable = str(reason)
+        return entry
+    entry.session_id, entry.received = session_id, received
+    return entry
+
+
+def _decode_ack(raw: list[Any]) -> Entry:
+    entry_id = raw[0].decode()
+    entry = Entry(ACKS_KEY, entry_id, int(entry_id.partition("-")[0]))
+    fields: list[bytes] = raw[1] or []
+    try:
+        values = dict(zip(fields[0::2], fields[1::2], strict=True))
+        entry.session_id, entry.event = decode_ack(values.get(b"b", b""))
+    except Unreadable as reason:
+        entry.unreadable = str(reason)
+    return entry
