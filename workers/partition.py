@@ -289,7 +289,7 @@ class Partition:
         known.session = after
         if after is None:
             self._replied.add(session_id)
-        if looked or (after is not before and _may_be_due_earlier(before, after)):
+        if looked or (after is not before and _may_be_due_earlier(before, after, self._due_ms.get(session_id))):
             self._rearm(session_id, after, force=looked)
 
     def _resume(self, known: Known, now_ms: int) -> None:
@@ -364,17 +364,18 @@ class Partition:
         heapq.heappush(self._due, (due_ms, session_id))
 
 
-def _may_be_due_earlier(before: Session | None, after: Session | None) -> bool:
+def _may_be_due_earlier(before: Session | None, after: Session | None, armed_ms: int | None) -> bool:
     """Whether a step may have brought something forward; most only touch the lease, which moves its end on."""
     if before is None or after is None:
         return True
+    append = after.append
+    if append is not None and append is not before.append and (armed_ms is None or append.deadline_ms < armed_ms):
+        return True
     return (
         before.phase is not after.phase
-        or (after.append is not None and after.append is not before.append)
         or before.cleanups is not after.cleanups
         or before.debts is not after.debts
         or before.lease.detached_at_ms != after.lease.detached_at_ms
-        or (after.append is None) != (before.append is None)
     )
 
 

@@ -25,7 +25,7 @@ def digest(text: str) -> bytes:
     return blake2b(text.encode(), digest_size=8).digest()
 
 
-class Operation(Struct, frozen=True, array_like=True):
+class Operation(Struct, frozen=True, gc=False, array_like=True):
     """What an append with an `operation_id` was, to tell a repeat from a reuse with other content (S22)."""
 
     key: bytes
@@ -35,7 +35,7 @@ class Operation(Struct, frozen=True, array_like=True):
     payload_digest: bytes | None
 
 
-class Answered(Struct, frozen=True, array_like=True):
+class Answered(Struct, frozen=True, gc=False, array_like=True):
     """One answer. `numbers` by op: append `(seq, turn_seq)`, touch and resume `(lease_generation,)`."""
 
     key: bytes

@@ -26,7 +26,7 @@ class CleanupKind(StrEnum):
     END = "end"  # close, expiry, failure: the session goes with it
 
 
-class OwedReply(Struct, frozen=True, array_like=True):
+class OwedReply(Struct, frozen=True, gc=False, array_like=True):
     """A command that is answered with the cleanup's outcome, or with `timeout` at `deadline_ms`."""
 
     control_id: str
@@ -39,7 +39,7 @@ class OwedReply(Struct, frozen=True, array_like=True):
     runtime_config: dict[str, Any] | None = None
 
 
-class Cleanup(Struct, frozen=True, array_like=True):
+class Cleanup(Struct, frozen=True, gc=False, array_like=True):
     """One debt. `number` is unique within the session's life; `epochs` names the requests, one each.
 
     `waiting`: the stage workers that have not confirmed. `attempts`: how often they were asked. `failed`: somebody was

@@ -13,7 +13,7 @@ from msgspec import Struct
 from control.core.fence import Fence
 
 
-class Command(Struct, frozen=True, kw_only=True):
+class Command(Struct, frozen=True, gc=False, kw_only=True):
     """What every command carries.
 
     `control_id` names it for good: the same id again is the same command (D5). `deadline_ms` counts from the
@@ -31,7 +31,7 @@ class Command(Struct, frozen=True, kw_only=True):
 DEFAULT_LEVEL = "serving_session_adapter"
 
 
-class Capabilities(Struct, frozen=True, kw_only=True):
+class Capabilities(Struct, frozen=True, gc=False, kw_only=True):
     """What a client wants to send. `input_modes` empty or absent: `turn_commit_only`."""
 
     input_modes: list[Any] | None = None
@@ -43,7 +43,7 @@ class Capabilities(Struct, frozen=True, kw_only=True):
         return self.implementation_level or DEFAULT_LEVEL
 
 
-class Open(Command, frozen=True, kw_only=True):
+class Open(Command, frozen=True, gc=False, kw_only=True):
     """Begin a life of a session id."""
 
     session_mode: str = "duplex"
@@ -52,7 +52,7 @@ class Open(Command, frozen=True, kw_only=True):
     runtime_config: dict[str, Any] | None = None
 
 
-class Append(Command, frozen=True, kw_only=True):
+class Append(Command, frozen=True, gc=False, kw_only=True):
     """Input for the model. The payload stays in Redis; `payload_digest` is set only where `operation_id` is."""
 
     mode: str
@@ -63,7 +63,7 @@ class Append(Command, frozen=True, kw_only=True):
     payload_bytes: int = 0
 
 
-class Cancel(Command, frozen=True, kw_only=True):
+class Cancel(Command, frozen=True, gc=False, kw_only=True):
     """Interrupt: `barge_in`, `input.cancel` or `response.cancel`. `fence` is the one cancelled."""
 
     event: str
@@ -72,7 +72,7 @@ class Cancel(Command, frozen=True, kw_only=True):
     runtime_config: dict[str, Any] | None = None
 
 
-class Update(Command, frozen=True, kw_only=True):
+class Update(Command, frozen=True, gc=False, kw_only=True):
     """`session.update`: a new configuration, and possibly a further fence."""
 
     event: str = "session.update"
@@ -81,29 +81,29 @@ class Update(Command, frozen=True, kw_only=True):
     runtime_config: dict[str, Any] | None = None
 
 
-class UnknownSignal(Command, frozen=True, kw_only=True):
+class UnknownSignal(Command, frozen=True, gc=False, kw_only=True):
     """A signal whose event is none of the four. Refused before anything is looked at."""
 
     event: str
 
 
-class Close(Command, frozen=True, kw_only=True):
+class Close(Command, frozen=True, gc=False, kw_only=True):
     """End a life. Repeating it is fine (S12)."""
 
     reason: str = "client_close"
 
 
-class Touch(Command, frozen=True, kw_only=True):
+class Touch(Command, frozen=True, gc=False, kw_only=True):
     """Activity without input; `detach` starts the disconnect grace."""
 
     activity: str
 
 
-class Resume(Command, frozen=True, kw_only=True):
+class Resume(Command, frozen=True, gc=False, kw_only=True):
     """Take a session up again; a compare-and-swap on the lease generation, which is then required."""
 
 
-class Malformed(Command, frozen=True, kw_only=True):
+class Malformed(Command, frozen=True, gc=False, kw_only=True):
     """A body that names a session but is no valid command: answered with the path of what is wrong.
 
     `fence` is None where it can't be read; `op` is whatever the body called itself.
@@ -118,14 +118,14 @@ class Malformed(Command, frozen=True, kw_only=True):
 # What stages say. `incarnation` tells a late word for a former life apart.
 
 
-class Accepted(Struct, frozen=True):
+class Accepted(Struct, frozen=True, gc=False):
     """The first stage took the submission `number`."""
 
     incarnation: int
     number: int
 
 
-class Rejected(Struct, frozen=True):
+class Rejected(Struct, frozen=True, gc=False):
     """The first stage refused the submission `number` and kept nothing of it (I7)."""
 
     incarnation: int
@@ -134,7 +134,7 @@ class Rejected(Struct, frozen=True):
     message: str
 
 
-class Cleaned(Struct, frozen=True):
+class Cleaned(Struct, frozen=True, gc=False):
     """`worker_id` no longer holds any request of the cleanup `number`."""
 
     incarnation: int
@@ -142,7 +142,7 @@ class Cleaned(Struct, frozen=True):
     worker_id: str
 
 
-class CleanupFailed(Struct, frozen=True):
+class CleanupFailed(Struct, frozen=True, gc=False):
     """`worker_id` could not clean up at `attempt`. `timed_out`: its engine did not answer; else it said no."""
 
     incarnation: int
@@ -153,7 +153,7 @@ class CleanupFailed(Struct, frozen=True):
     message: str
 
 
-class RequestFailed(Struct, frozen=True):
+class RequestFailed(Struct, frozen=True, gc=False):
     """A stage lost the request of an epoch: an engine error, an out-of-memory kill, a context overflow."""
 
     incarnation: int
@@ -162,7 +162,7 @@ class RequestFailed(Struct, frozen=True):
     message: str
 
 
-class StageLost(Struct, frozen=True):
+class StageLost(Struct, frozen=True, gc=False):
     """A stage worker's life is over and fenced off: it holds nothing any more and can say nothing any more."""
 
     worker_id: str
@@ -171,14 +171,14 @@ class StageLost(Struct, frozen=True):
 # What placement says.
 
 
-class Placed(Struct, frozen=True):
+class Placed(Struct, frozen=True, gc=False):
     """Every slot of the route chosen at `attempt` is taken."""
 
     incarnation: int
     attempt: int
 
 
-class PlacementRefused(Struct, frozen=True):
+class PlacementRefused(Struct, frozen=True, gc=False):
     """`holder` had no slot for the route chosen at `attempt`."""
 
     incarnation: int
@@ -186,7 +186,7 @@ class PlacementRefused(Struct, frozen=True):
     holder: str
 
 
-class DebtPaid(Struct, frozen=True):
+class DebtPaid(Struct, frozen=True, gc=False):
     """`holder` gave the slot of a life back, or is gone itself."""
 
     incarnation: int
@@ -196,7 +196,7 @@ class DebtPaid(Struct, frozen=True):
 # What time says.
 
 
-class Due(Struct, frozen=True):
+class Due(Struct, frozen=True, gc=False):
     """A deadline may have passed. `output_ms`: the last delivered output, 0 if none.
 
     `may_expire` is false until the backlog was read to its end and the clock has settled; work that is owed
@@ -207,11 +207,11 @@ class Due(Struct, frozen=True):
     may_expire: bool = True
 
 
-class RetryNow(Struct, frozen=True):
+class RetryNow(Struct, frozen=True, gc=False):
     """An operator wants every pending cleanup tried again, whatever its backoff."""
 
 
-class Poisoned(Struct, frozen=True):
+class Poisoned(Struct, frozen=True, gc=False):
     """An input of this session can't be committed or decided; the session ends as `command_failed`."""
 
     message: str

@@ -15,20 +15,20 @@ from control.core.replies import Lifecycle, Reply
 from control.core.session import Debt, Session
 
 
-class Answer(Struct, frozen=True):
+class Answer(Struct, frozen=True, gc=False):
     """Append a reply to the session's events. `remember` is None where the command may be tried again."""
 
     reply: Reply
     remember: Answered | None = None
 
 
-class Announce(Struct, frozen=True):
+class Announce(Struct, frozen=True, gc=False):
     """Append a lifecycle event to the session's events."""
 
     lifecycle: Lifecycle
 
 
-class Submit(Struct, frozen=True, kw_only=True):
+class Submit(Struct, frozen=True, gc=False, kw_only=True):
     """Queue a submission at the route's first worker; the commit moves the append's payload along.
 
     `config` is empty where the stage already has `generation`. `resumed`: the request already runs there.
@@ -48,7 +48,7 @@ class Submit(Struct, frozen=True, kw_only=True):
     traceparent: str | None
 
 
-class Abort(Struct, frozen=True, kw_only=True):
+class Abort(Struct, frozen=True, gc=False, kw_only=True):
     """Queue an abort of the requests of `epochs` at one worker of the route, for cleanup `number`."""
 
     worker_id: str
@@ -58,26 +58,26 @@ class Abort(Struct, frozen=True, kw_only=True):
     epochs: tuple[int, ...]
 
 
-class Release(Struct, frozen=True):
+class Release(Struct, frozen=True, gc=False):
     """The requests of these epochs are gone for good; their ids are free."""
 
     epochs: tuple[int, ...]
 
 
-class Place(Struct, frozen=True):
+class Place(Struct, frozen=True, gc=False):
     """Take a slot at every holder for the opening session; tell it `Placed` or `PlacementRefused`."""
 
     attempt: int
     holders: tuple[str, ...]
 
 
-class Pay(Struct, frozen=True):
+class Pay(Struct, frozen=True, gc=False):
     """Give slots back; tell the session `DebtPaid` for each."""
 
     debts: tuple[Debt, ...]
 
 
-class ExpireUnlessHeard(Struct, frozen=True):
+class ExpireUnlessHeard(Struct, frozen=True, gc=False):
     """Refuse the commit if an output was delivered after `output_ms`: the session is not idle after all."""
 
     output_ms: int
@@ -86,7 +86,7 @@ class ExpireUnlessHeard(Struct, frozen=True):
 Effect = Answer | Announce | Submit | Abort | Release | Place | Pay | ExpireUnlessHeard
 
 
-class Decision(Struct, frozen=True):
+class Decision(Struct, frozen=True, gc=False):
     """The session as it is from now on (None: forget the id) and what has to be done with it.
 
     `wait`: not now; the command stays where it is until the session's append or placement has ended. `row`: the

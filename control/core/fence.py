@@ -18,7 +18,7 @@ MAX_COMPONENT = 2**53 - 1
 Component = Annotated[int, Meta(ge=0, le=MAX_COMPONENT)]
 
 
-class Fence(Struct, frozen=True):
+class Fence(Struct, frozen=True, gc=False):
     """A position in a session's life. Encoded as a map, so that it reads the same on the wire and at rest."""
 
     incarnation: Component

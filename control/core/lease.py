@@ -33,7 +33,7 @@ DISCONNECT_GRACE_EXPIRED = "disconnect_grace_expired"
 EXPIRY_REASONS = frozenset({IDLE_TTL_EXPIRED, DISCONNECT_GRACE_EXPIRED})
 
 
-class Lease(Struct, frozen=True, array_like=True):
+class Lease(Struct, frozen=True, gc=False, array_like=True):
     """`detached_at_ms` is None while attached, `terminal_reason` None while the session lives."""
 
     generation: int

@@ -31,7 +31,7 @@ CODES = frozenset(code.value for code in Code)
 RETRYABLE = frozenset({Code.RESOURCE_EXHAUSTED, Code.TIMEOUT, Code.CLEANUP_FAILED})
 
 
-class Rejection(Struct, frozen=True):
+class Rejection(Struct, frozen=True, gc=False):
     """A refusal. `message` is for people: what happened, to which session, and what to do."""
 
     code: Code

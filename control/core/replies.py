@@ -15,7 +15,7 @@ from control.core.fence import Fence
 FIRST_STAGE = 0
 
 
-class OpenDetail(Struct, frozen=True, kw_only=True):
+class OpenDetail(Struct, frozen=True, gc=False, kw_only=True):
     """The details keep the reference's field names, so that its clients read them unchanged (D9)."""
 
     supported: bool = True
@@ -26,7 +26,7 @@ class OpenDetail(Struct, frozen=True, kw_only=True):
     request_id: str | None
 
 
-class AppendDetail(Struct, frozen=True, kw_only=True):
+class AppendDetail(Struct, frozen=True, gc=False, kw_only=True):
     """An append that a stage has accepted. `seq` counts in the epoch, `turn_seq` in the turn, both from 1."""
 
     supported: bool = True
@@ -42,7 +42,7 @@ class AppendDetail(Struct, frozen=True, kw_only=True):
     resumable: bool = True
 
 
-class LocalAppendDetail(Struct, frozen=True, kw_only=True):
+class LocalAppendDetail(Struct, frozen=True, gc=False, kw_only=True):
     """An append where no model policy is configured: counted, sent nowhere."""
 
     supported: bool = True
@@ -53,7 +53,7 @@ class LocalAppendDetail(Struct, frozen=True, kw_only=True):
     mode: str
 
 
-class SignalDetail(Struct, frozen=True, kw_only=True):
+class SignalDetail(Struct, frozen=True, gc=False, kw_only=True):
     """A cancel or an update."""
 
     supported: bool = True
@@ -63,7 +63,7 @@ class SignalDetail(Struct, frozen=True, kw_only=True):
     next_fence: Fence | None
 
 
-class CloseDetail(Struct, frozen=True, kw_only=True):
+class CloseDetail(Struct, frozen=True, gc=False, kw_only=True):
     """A close that ended something."""
 
     supported: bool = True
@@ -71,7 +71,7 @@ class CloseDetail(Struct, frozen=True, kw_only=True):
     reason: str
 
 
-class TouchDetail(Struct, frozen=True, kw_only=True):
+class TouchDetail(Struct, frozen=True, gc=False, kw_only=True):
     """Activity that was noted."""
 
     supported: bool = True
@@ -79,7 +79,7 @@ class TouchDetail(Struct, frozen=True, kw_only=True):
     lease_generation: int
 
 
-class ResumeDetail(Struct, frozen=True, kw_only=True):
+class ResumeDetail(Struct, frozen=True, gc=False, kw_only=True):
     """The generation that the resumed attachment speaks with from now on."""
 
     supported: bool = True
@@ -89,7 +89,7 @@ class ResumeDetail(Struct, frozen=True, kw_only=True):
 Detail = OpenDetail | AppendDetail | LocalAppendDetail | SignalDetail | CloseDetail | TouchDetail | ResumeDetail
 
 
-class Reply(Struct, frozen=True, kw_only=True):
+class Reply(Struct, frozen=True, gc=False, kw_only=True):
     """The one answer to a command. `code` is null if `ok`."""
 
     control_id: str
@@ -105,7 +105,7 @@ class Reply(Struct, frozen=True, kw_only=True):
     detail: Any = None
 
 
-class Lifecycle(Struct, frozen=True, kw_only=True, omit_defaults=True):
+class Lifecycle(Struct, frozen=True, gc=False, kw_only=True, omit_defaults=True):
     """An event of a session's life. `cancelled_fence` comes with `interrupted` only."""
 
     event: str

@@ -31,7 +31,7 @@ class RequestPhase(IntEnum):
     CLEANING = 2
 
 
-class Request(Struct, frozen=True, array_like=True):
+class Request(Struct, frozen=True, gc=False, array_like=True):
     """One epoch's request, bound to the turn and response of its last append.
 
     `generation`: the configuration that the first stage last accepted with it.
@@ -54,7 +54,7 @@ def reserve(fence: Fence) -> Request:
     return Request(fence.epoch, turn_id=fence.turn_id, response_seq=fence.response_seq)
 
 
-class RequestName(Struct, frozen=True):
+class RequestName(Struct, frozen=True, gc=False):
     """What a request id says."""
 
     session_id: str

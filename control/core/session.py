@@ -39,7 +39,7 @@ class Phase(IntEnum):
     CLOSING = 3
 
 
-class AppendUnderWay(Struct, frozen=True, array_like=True):
+class AppendUnderWay(Struct, frozen=True, gc=False, array_like=True):
     """The one append that waits for its stage.
 
     `number` names the submission for acks. `first`: the request was only reserved before, so a rejection takes it
@@ -60,7 +60,7 @@ class AppendUnderWay(Struct, frozen=True, array_like=True):
     payload_digest: bytes | None = None
 
 
-class Opening(Struct, frozen=True, array_like=True):
+class Opening(Struct, frozen=True, gc=False, array_like=True):
     """The open under way: what its reply needs, and which try at a route this is."""
 
     control_id: str
@@ -68,7 +68,7 @@ class Opening(Struct, frozen=True, array_like=True):
     retry_at_ms: int
 
 
-class Debt(Struct, frozen=True, array_like=True):
+class Debt(Struct, frozen=True, gc=False, array_like=True):
     """A slot that `holder` still keeps for a life that is over or never began."""
 
     holder: str
@@ -76,14 +76,14 @@ class Debt(Struct, frozen=True, array_like=True):
     retry_at_ms: int
 
 
-class Ended(Struct, frozen=True, array_like=True):
+class Ended(Struct, frozen=True, gc=False, array_like=True):
     """The tombstone: the highest incarnation that has lived under this id."""
 
     incarnation: int
     at_ms: int
 
 
-class Session(Struct, frozen=True, array_like=True):
+class Session(Struct, frozen=True, gc=False, array_like=True):
     """The stored record, array-encoded in this order; fields are only ever added at the end.
 
     `floor`: the lowest epoch that may still be submitted, forwarded or published. `turn_key`: the fence key that

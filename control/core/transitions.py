@@ -27,7 +27,7 @@ VACANT, OPENING, OPEN, CLOSING = Phase.VACANT, Phase.OPENING, Phase.OPEN, Phase.
 Rule = Callable[["Scene", Session, Any], Decision]
 
 
-class Row(Struct, frozen=True):
+class Row(Struct, frozen=True, gc=False):
     """One cell of the table. `leads_to`: the phases that the rule may end in; VACANT stands for forgotten, too."""
 
     id: str

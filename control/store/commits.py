@@ -43,7 +43,7 @@ class CommitStatus(IntEnum):
     WRONG_TYPE = 4
 
 
-class CommitOutcome(Struct, frozen=True):
+class CommitOutcome(Struct, frozen=True, gc=False):
     """`detail`: the session that was heard, or the key of a wrong type. `now_ms`: the server's clock."""
 
     status: CommitStatus
@@ -76,7 +76,7 @@ def decode_answer(blob: bytes) -> Answered:
     return _answered.decode(blob)
 
 
-class PayloadSource(Struct, frozen=True):
+class PayloadSource(Struct, frozen=True, gc=False):
     """Where an append's payload is: inside the command entry (`entry_id`), or packed here."""
 
     entry_id: str = ""
@@ -221,10 +221,9 @@ class Batch:
                 forgets.append(session_id)
             else:
                 states += (session_id, encode(after if not after.cleanups else replace(after, cleanups=())))
-            record = None if after is None else fence_record(after)
-            known = None if before is None else fence_record(before)
             unsure = session_id in self._discarded
-            if unsure or record != known:
+            if unsure or not _has_same_fence(before, after):
+                record = None if after is None else fence_record(after)
                 if record is None:
                     unfences.append(session_id)
                 else:
@@ -363,6 +362,15 @@ def fixed_keys(keys: PartitionKeys) -> tuple[str, ...]:
         keys.strangers,
         keys.fenced,
     )
+
+
+def _has_same_fence(before: Session | None, after: Session | None) -> bool:
+    """Whether scripts would check the same; most steps change something else."""
+    if before is None or after is None:
+        return (None if before is None else fence_record(before)) == (None if after is None else fence_record(after))
+    if before.phase is after.phase and before.append is after.append and before.fence is after.fence:
+        return before.floor == after.floor
+    return fence_record(before) == fence_record(after)
 
 
 def has_life(session: Session | None) -> bool:

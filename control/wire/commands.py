@@ -97,7 +97,7 @@ _header_from_msgpack = msgspec.msgpack.Decoder(_Header)
 _header_from_json = msgspec.json.Decoder(_Header)
 
 
-class Received(Struct, frozen=True):
+class Received(Struct, frozen=True, gc=False):
     """A decoded entry. `payload`: an append's payload packed as MessagePack, if it came inside the body.
 
     An append whose payload came as the raw field `p` has None here: the commit moves it inside Redis.
@@ -310,6 +310,8 @@ def _malformed(header: _Header, code: Code, message: str, limits: Limits) -> Rec
 
 def _find_id_fault(text: str, limit_bytes: int) -> str | None:
     """What is wrong with an id, or None."""
+    if 0 < len(text) <= limit_bytes and text.isascii() and text.isprintable():
+        return None
     if not text:
         return "it is empty"
     if len(text) > limit_bytes or (not text.isascii() and len(text.encode("utf-8", "surrogatepass")) > limit_bytes):

@@ -16,7 +16,7 @@ from control.core.fence import Fence
 REPLY, OUTPUT, LIFECYCLE = "reply", "output", "lifecycle"
 
 
-class OutputEvent(Struct, frozen=True, kw_only=True):
+class OutputEvent(Struct, frozen=True, gc=False, kw_only=True):
     """What a model said. `seq` counts from 0 by request and stage; `data` for `audio` is mono s16le PCM bytes."""
 
     session_id: str

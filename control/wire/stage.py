@@ -18,7 +18,7 @@ from control.core.fence import Fence
 from control.wire.commands import Unreadable
 
 
-class SubmissionOrder(Struct, frozen=True, array_like=True):
+class SubmissionOrder(Struct, frozen=True, gc=False, array_like=True):
     """Input for one stage's engine. Its payload is the entry's field `p`.
 
     `number` is the submission's for the first stage, 0 for what an earlier stage forwards. `config` is empty where the
@@ -41,7 +41,7 @@ class SubmissionOrder(Struct, frozen=True, array_like=True):
     traceparent: str | None = None
 
 
-class AbortOrder(Struct, frozen=True, array_like=True):
+class AbortOrder(Struct, frozen=True, gc=False, array_like=True):
     """The requests of `epochs` must go. The entry's field `a` is the last submission that was unread before it."""
 
     session_id: str
@@ -52,7 +52,7 @@ class AbortOrder(Struct, frozen=True, array_like=True):
     epochs: tuple[int, ...]
 
 
-class AcceptedAck(Struct, frozen=True, array_like=True, tag=1):
+class AcceptedAck(Struct, frozen=True, gc=False, array_like=True, tag=1):
     """The first stage took submission `number`."""
 
     session_id: str
@@ -60,7 +60,7 @@ class AcceptedAck(Struct, frozen=True, array_like=True, tag=1):
     number: int
 
 
-class RejectedAck(Struct, frozen=True, array_like=True, tag=2):
+class RejectedAck(Struct, frozen=True, gc=False, array_like=True, tag=2):
     """The first stage refused submission `number`."""
 
     session_id: str
@@ -70,7 +70,7 @@ class RejectedAck(Struct, frozen=True, array_like=True, tag=2):
     message: str
 
 
-class CleanedAck(Struct, frozen=True, array_like=True, tag=3):
+class CleanedAck(Struct, frozen=True, gc=False, array_like=True, tag=3):
     """The worker holds nothing of cleanup `number` any more."""
 
     session_id: str
@@ -79,7 +79,7 @@ class CleanedAck(Struct, frozen=True, array_like=True, tag=3):
     worker_id: str
 
 
-class CleanupFailedAck(Struct, frozen=True, array_like=True, tag=4):
+class CleanupFailedAck(Struct, frozen=True, gc=False, array_like=True, tag=4):
     """The worker could not clean up."""
 
     session_id: str
@@ -91,7 +91,7 @@ class CleanupFailedAck(Struct, frozen=True, array_like=True, tag=4):
     message: str
 
 
-class RequestFailedAck(Struct, frozen=True, array_like=True, tag=5):
+class RequestFailedAck(Struct, frozen=True, gc=False, array_like=True, tag=5):
     """The worker lost the request of an epoch."""
 
     session_id: str
@@ -101,7 +101,7 @@ class RequestFailedAck(Struct, frozen=True, array_like=True, tag=5):
     message: str
 
 
-class RetryCleanups(Struct, frozen=True, array_like=True, tag=6):
+class RetryCleanups(Struct, frozen=True, gc=False, array_like=True, tag=6):
     """An operator wants a session's pending cleanups tried again now."""
 
     session_id: str
