@@ -12,7 +12,7 @@ import statistics
 import sys
 import tempfile
 import time
-from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
+from collections.abc import AsyncGenerator, Awaitable, Callable, Sequence
 from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import Any
@@ -64,7 +64,7 @@ class Child:
 
 
 @asynccontextmanager
-async def child(*arguments: str, ready: bool = True) -> AsyncIterator[Child]:
+async def child(*arguments: str, ready: bool = True) -> AsyncGenerator[Child]:
     """A Python module as a process, killed at the end."""
     process = await asyncio.create_subprocess_exec(
         sys.executable, "-m", *arguments, stdout=asyncio.subprocess.PIPE, stderr=None
@@ -244,7 +244,7 @@ async def bare_relay(url: str) -> list[float]:
 
 
 @asynccontextmanager
-async def system(partitions: int) -> AsyncIterator[tuple[str, Child, Child]]:
+async def system(partitions: int) -> AsyncGenerator[tuple[str, Child, Child]]:
     """A fresh server, one stage, one control worker that owns everything."""
     with tempfile.TemporaryDirectory() as directory:
         server = EmbeddedServer()

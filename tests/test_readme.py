@@ -11,7 +11,6 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import pytest
-
 from redis.asyncio import Redis
 
 from control.store.keys import partition_of

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Mapping
-from typing import Any
+from typing import Any, cast
 
 import msgspec
 
@@ -107,7 +107,7 @@ class CoreRun:
             case Send(message):
                 self.payload = message.get("payload")
                 body = msgspec.msgpack.encode({"v": 1, **message})
-                self._feed(message["session_id"], decode_command(body).command)
+                self._feed(message["session_id"], cast("c.Event", decode_command(body).command))
             case Advance(ms):
                 self.now_ms += ms
             case FailNext(what, count):
