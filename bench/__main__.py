@@ -261,20 +261,27 @@ async def system(partitions: int) -> AsyncGenerator[tuple[str, Child, Child]]:
 
 async def main() -> None:
     table = Table("what", "measured", "ratio")
-    with console.status("core") as status:
+    with console.status("starting") as status:
+
+        def now(what: str) -> None:
+            status.update(what)
+            if not console.is_terminal:
+                print(f"measuring {what} ...", file=sys.stderr, flush=True)
+
+        now("the core alone")
         table.add_row("core alone, µs a command", f"{core_cost_us():.1f}", "")
         async with system(1) as (url, _, worker):
-            status.update("whole mix, 1 partition")
+            now("the whole mix in 1 partition")
             one_us, one_rate = await whole_mix(url, 1, worker)
-            status.update("bare loop")
+            now("a bare loop")
             bare_us = await bare_loop(url)
         async with system(16) as (url, _, worker):
-            status.update("whole mix, 16 partitions")
+            now("the whole mix in 16 partitions")
             many_us, many_rate = await whole_mix(url, 16, worker)
         async with system(16) as (url, stage, _):
-            status.update("barge-in, 1,000 sessions open")
+            now("barge-ins, 1,000 sessions open")
             times = await barge_ins(url, 16, stage)
-            status.update("bare relay")
+            now("a bare relay")
             relayed = await bare_relay(url)
     inputs = INPUTS_A_SESSION / COMMANDS_A_SESSION
     table.add_row("bare loop, CPU µs an input", f"{bare_us:.1f}", "1")

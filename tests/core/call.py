@@ -175,7 +175,7 @@ class Call:
             now_ms=self.now_ms,
             answers=self.answers,
             entered_ms=entered_ms,
-            offered=max((w.fence for w in self.waiting if isinstance(w, c.Append)), key=lambda f: f.key, default=None),
+            offered=self._find_offered(),
             choose_route=lambda: self.route,
         )
         word = Word(step(scene, self.session, event), self.session)
@@ -190,6 +190,11 @@ class Call:
         if not word.waits:
             self.words.append(word)
         return word
+
+    def _find_offered(self) -> Fence | None:
+        appends = [w.fence for w in self.waiting if isinstance(w, c.Append)]
+        mine = [fence for fence in appends if fence.incarnation == self.fence.incarnation]
+        return max(mine, key=lambda fence: fence.key, default=None)
 
     # --- commands ----------------------------------------------------------------------------------------------
 
@@ -289,6 +294,8 @@ class Call:
         while (due_ms := self.find_due_ms()) is not None and due_ms <= until_ms:
             self.now_ms = max(self.now_ms, due_ms)
             words.append(self.feed(c.Due(output_ms)))
+            again_ms = self.find_due_ms()
+            assert again_ms is None or again_ms > self.now_ms, "the owner would look at the clock for ever"
         self.now_ms = until_ms
         return words
 

@@ -20,7 +20,7 @@ from control.core.session import Phase
 from tests.core.call import BAD_CONFIG
 from tests.core.world import SESSION_IDS, STAGES, Life, World
 
-EXAMPLES, STEPS = 500, 50
+EXAMPLES, STEPS = 400, 50
 
 SIDS = st.sampled_from(SESSION_IDS)
 PICK = st.integers(0, 10_000)
@@ -73,7 +73,7 @@ class Machine(RuleBasedStateMachine):
         """What a client would take for the current fence."""
         session = life.session
         if session is None or session.phase is Phase.VACANT:
-            return Fence(life.incarnation, 0, 0, 0)
+            return Fence(life.incarnation, 2, 2, 2)
         if session.append is None:
             return session.fence
         return max(session.fence, session.append.fence, key=lambda fence: fence.key)
@@ -91,18 +91,24 @@ class Machine(RuleBasedStateMachine):
         modes = c.Capabilities(input_modes=["append_tokens"])
         self.send(sid, c.Open, (int(lived), 0, 0, 0), {}, capabilities=modes)
         while self.world.jobs:
-            self.owner_does_a_job(read=True)
+            self.owner_does_a_job(read=True, reachable=self.last_id % 2 == 0)
 
-    def say(self, sid: str, raised: int, accept: bool) -> None:
-        """An append as most are, and its stage's word."""
+    def say(self, sid: str, raised: int, *, accept: bool | None) -> None:
+        """An append as most are, and its stage's word; None: not yet."""
         life = self.world.lives[sid]
         self.send(sid, c.Append, (0, raised, 0, 0), {}, mode="append_tokens")
-        if life.session is not None and life.session.append is not None:
+        if accept is not None and life.session is not None and life.session.append is not None:
             self.world.judge(sid, len(life.submits) - 1, accept=accept)
 
-    @initialize(admitted=st.sampled_from([1, 2, 2]), dialled=st.sampled_from([0, 1, 2, 2]), said=st.booleans())
-    def begin(self, admitted: int, dialled: int, said: bool) -> None:
+    @initialize(
+        admitted=st.sampled_from([1, 2, 2]),
+        dialled=st.sampled_from([0, 1, 2, 2]),
+        said=st.booleans(),
+        blind=st.booleans(),
+    )
+    def begin(self, admitted: int, dialled: int, said: bool, blind: bool) -> None:
         self.world.admitted = admitted
+        self.world.blind = blind
         for sid in SESSION_IDS[:dialled]:
             self.dial(sid)
             if said:
@@ -149,9 +155,16 @@ class Machine(RuleBasedStateMachine):
         self.send(sid, c.Append, by, common, operation_id=operation_id, payload_digest=known, **fields)
 
     @if_any(lambda life: life.phase is Phase.OPEN)
-    @rule(sid=SIDS, raised=st.sampled_from([0, 0, 0, 1]), accept=OFTEN)
-    def talks(self, sid: str, raised: int, accept: bool) -> None:
-        self.say(sid, raised, accept)
+    @rule(sid=SIDS, raised=st.sampled_from([0, 0, 1]), accept=st.sampled_from([True, True, False, None, None]))
+    def talks(self, sid: str, raised: int, accept: bool | None) -> None:
+        self.say(sid, raised, accept=accept)
+
+    @if_any(lambda life: life.phase is Phase.OPEN)
+    @rule(sid=SIDS, ago=st.sampled_from([0, 0, 0, 1]), up=st.sampled_from([1, 1, 2]))
+    def interrupts(self, sid: str, ago: int, up: int) -> None:
+        """A cancel as most are, or one that comes late."""
+        fence = near(self.base(self.world.lives[sid]), (0, -ago, 0, 0))
+        self.send(sid, c.Cancel, (0, -ago, 0, 0), {}, event="barge_in", next_fence=near(fence, (0, up, 0, 0)))
 
     @if_any(lives)
     @rule(
@@ -260,9 +273,9 @@ class Machine(RuleBasedStateMachine):
     # --- the owner and time ------------------------------------------------------------------------------------
 
     @precondition(lambda self: self.world.jobs)
-    @rule(read=OFTEN)
-    def owner_does_a_job(self, read: bool) -> None:
-        self.world.run_job()
+    @rule(read=OFTEN, reachable=OFTEN)
+    def owner_does_a_job(self, read: bool, reachable: bool) -> None:
+        self.world.run_job(reachable=reachable)
         while read and self.world.mail:
             self.world.read_mail(0, keep=False)
 

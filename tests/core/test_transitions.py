@@ -99,6 +99,10 @@ def reached_seldom() -> set[tuple[str, Phase]]:
     again.feed(c.Cleaned(1, cancel.number, "ear"))
     again.close()
     calls.append(again)
+    for end in (c.Poisoned("no"), c.RequestFailed(1, 0, "ear", "no")):
+        short = opened()
+        short.feed(end)
+        calls.append(short)
     ears = talking(route=("ear",))
     ears.close()
     ears.feed(c.StageLost("ear"))

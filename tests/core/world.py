@@ -19,7 +19,7 @@ from msgspec.structs import replace
 from control.core import commands as c
 from control.core import effects as e
 from control.core.answers import Answered, Answers
-from control.core.fence import is_acceptable
+from control.core.fence import Fence
 from control.core.invariants import find_broken
 from control.core.lease import IDLE_TTL_EXPIRED
 from control.core.rejections import Code
@@ -95,6 +95,7 @@ class World:
         self.mail: list[tuple[str, c.Event]] = []
         self.untold: list[tuple[str, str]] = []
         self.admitted = len(SESSION_IDS)
+        self.chosen = 0
         self.blind = False  # whether a route is chosen without looking at slots, as with stale figures
 
     # --- a step and its checks ---------------------------------------------------------------------------------
@@ -156,7 +157,8 @@ class World:
 
     def _decide_twice(self, life: Life, event: c.Event, entered_ms: int | None) -> e.Decision:
         route = self._choose_route()
-        appends = [command.fence for command, _ in life.waiting if isinstance(command, c.Append)]
+        waiting = [command.fence for command, _ in life.waiting if isinstance(command, c.Append)]
+        appends = [fence for fence in waiting if fence.incarnation == life.incarnation]
         scene = Scene(
             settings=self.settings,
             session_id=life.sid,
@@ -195,10 +197,26 @@ class World:
         elif control_id:
             life.unanswered.add((control_id, op))
             life.by_id.setdefault((control_id, op), command)
+        live = None if life.session is None or life.phase is not Phase.OPEN else life.session
+        if live is not None and known is None:
+            self._check_acceptance(live, command, decision, ok=any(r.ok for r in own))
         closing_signal = life.phase is Phase.CLOSING and isinstance(command, c.Cancel | c.Update)
         if any(not r.ok for r in own) and not closing_signal:
             assert decision.session is life.session, f"I8: {decision.row} refuses and changes the session"
             assert len(decision.effects) == 1, f"I8: {decision.row} refuses and does something"
+
+    def _check_acceptance(self, live: Session, command: c.Command, decision: e.Decision, *, ok: bool) -> None:
+        after = decision.session
+        expected = command.expected_lease_generation
+        moved = decision.session is not live
+        if isinstance(command, c.Cancel):  # compares as a tuple, and may be late
+            late = command.fence.epoch < live.fence.epoch
+            assert not (late and after is not None and after.fence != live.fence), "D2: a late cancel moves the fence"
+        elif ok:
+            assert not _is_behind(live.fence, command.fence), f"I1: {decision.row} took a stale fence"
+        if expected is not None and expected != live.lease.generation:
+            assert not ok, f"D11: {decision.row} heard a former attachment"
+            assert not moved, f"D11: {decision.row} obeyed a former attachment"
 
     def _check_step(self, life: Life, before: Session | None, event: c.Event, decision: e.Decision) -> None:
         after = decision.session
@@ -225,7 +243,7 @@ class World:
             self._check_expiry(life, before, decision)
 
     def _check_fence(self, before: Session, after: Session, decision: e.Decision) -> None:
-        assert is_acceptable(before.fence, after.fence), "I1: the fence never goes back"
+        assert not _is_behind(before.fence, after.fence), "I1: the fence never goes back"
         assert after.floor >= before.floor, "I1: the floor never sinks"
         assert after.number >= before.number
         if before.phase is not Phase.OPEN or after.fence.epoch == before.fence.epoch:
@@ -402,6 +420,8 @@ class World:
         key = (incarnation, submit.number)
         fresh = key not in life.verdicts
         accept = life.verdicts.setdefault(key, accept)
+        before = life.session
+        waited_for = None if before is None or before.append is None else (life.incarnation, before.append.number)
         if fresh and not accept and not submit.resumed:
             # It kept nothing, and what never ran there was never forwarded.
             for held in life.holds.values():
@@ -410,6 +430,7 @@ class World:
             self.feed(sid, c.Accepted(incarnation, submit.number))
         else:
             self.feed(sid, c.Rejected(incarnation, submit.number, "invalid_argument", "no"))
+        assert waited_for == key or life.session is before, "I5: a word about another append changes something"
 
     def confirm(self, sid: str, index: int) -> None:
         """A worker has cleaned up; hearing it again is as true as the first time."""
@@ -431,10 +452,10 @@ class World:
     def lose(self, worker_id: str) -> None:
         """A worker's life is over; a new one takes its place. The sessions hear of it later."""
         self.dead.add(worker_id)
-        for workers in self.workers.values():
+        for stage, workers in self.workers.items():
             if worker_id in workers:
                 self.born += 1
-                workers[workers.index(worker_id)] = f"{worker_id[:-1]}{self.born}"
+                workers[workers.index(worker_id)] = f"{stage}{self.born}"
         self.untold += [(sid, worker_id) for sid in self.lives]
 
     def tell_lost(self, index: int) -> None:
@@ -445,10 +466,12 @@ class World:
         life.told_lost.add(worker_id)
         self.feed(sid, c.StageLost(worker_id))
 
-    def run_job(self) -> None:
-        """The owner's oldest job: take or free slots; the session hears the outcome later."""
+    def run_job(self, *, reachable: bool = True) -> None:
+        """The owner's oldest job: take or free slots; the session hears the outcome later, if there is one."""
         sid, incarnation, job = self.jobs.popleft()
         match job:
+            case e.Pay() if not reachable:
+                pass
             case e.Place(attempt, holders):
                 for holder in holders:
                     taken = self.slots[holder]
@@ -497,13 +520,15 @@ class World:
                 self.feed(life.sid, c.Due(life.seen_output_ms, may_expire))
 
     def _choose_route(self) -> tuple[str, ...] | None:
-        route: list[str] = []
-        for workers in self.workers.values():
-            free = [w for w in workers if self.blind or len(self.slots[w]) < SLOTS_A_WORKER]
-            if not free:
-                return None
-            route.append(min(free, key=lambda w: len(self.slots[w])))
-        return tuple(route)
+        self.chosen += 1
+        if self.blind:
+            # Old figures: a worker may be full, or even gone.
+            known = [
+                [*workers, *sorted(w for w in self.dead if w.startswith(s))] for s, workers in self.workers.items()
+            ]
+            return tuple(workers[self.chosen % len(workers)] for workers in known)
+        free = [[w for w in workers if len(self.slots[w]) < SLOTS_A_WORKER] for workers in self.workers.values()]
+        return tuple(workers[0] for workers in free) if all(free) else None
 
     # --- the end -----------------------------------------------------------------------------------------------
 
@@ -567,6 +592,13 @@ class World:
 def _through_bytes(value: Any, kind: Any = None) -> Any:
     """The value as another process would read it."""
     return msgspec.msgpack.decode(msgspec.msgpack.encode(value), type=kind or type(value))
+
+
+def _is_behind(accepted: Fence, fence: Fence) -> bool:
+    """Stale or foreign, spelled out once more."""
+    if fence.incarnation != accepted.incarnation or fence.epoch != accepted.epoch:
+        return fence.incarnation != accepted.incarnation or fence.epoch < accepted.epoch
+    return fence.turn_id < accepted.turn_id or fence.response_seq < accepted.response_seq
 
 
 def _epochs(session: Session | None) -> set[int]:

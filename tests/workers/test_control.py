@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import time
+from collections.abc import Callable
 from typing import Any
 
 import msgspec
@@ -12,7 +13,9 @@ from redis.asyncio import Redis
 from redis.exceptions import ConnectionError as Lost
 
 from control.core.requests import request_id
+from control.core.session import Phase
 from control.store import keys
+from control.store.commits import Batch
 from control.store.keys import FIXED_TYPES, PartitionKeys
 from control.store.link import Link
 from control.store.publishing import Published
@@ -576,6 +579,77 @@ async def test_s78_broken_answers_end_only_their_session(redis_url: str) -> None
         assert other.lifecycle() == ["opened"]
 
 
+def refuse_to_commit(monkeypatch: pytest.MonkeyPatch, is_bad: Callable[[Batch], bool]) -> None:
+    """The script fails for some batches, before it has written anything, as it would by a mistake in it."""
+    arguments = Batch.arguments
+
+    def poisoned(batch: Batch, *more: Any) -> Any:
+        names, argv = arguments(batch, *more)
+        return (names, [*argv[:4], "no number"]) if is_bad(batch) else (names, argv)
+
+    monkeypatch.setattr(Batch, "arguments", poisoned)
+
+
+async def test_i11_an_entry_that_cannot_be_committed_is_set_aside_and_the_rest_goes_on(
+    redis_url: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async with Bed(redis_url, local(partitions=1, session={"max_waiting_appends": 100})) as bed:
+        worker = await bed.control("control-a", Gated)
+        callers = [bed.caller(f"caller-{number}") for number in range(3)]
+        for caller in callers:
+            await caller.open()
+        poisonous, *others = callers
+        worker.gate.clear()
+        worker._wake()
+        sent: dict[Caller, list[str]] = {caller: [] for caller in others}
+        bad = ""
+        for number in range(10):
+            if number == 5:
+                await poisonous.append()
+                bad = (await bed.redis.xrevrange(poisonous.keys.commands, count=1))[0][0].decode()
+            for caller in others:
+                sent[caller].append(await caller.append())
+        refuse_to_commit(monkeypatch, lambda batch: bad in batch._commands)
+        worker.gate.set()
+        for caller in others:
+            await caller.reply(sent[caller][-1])
+            seqs = [caller.find_reply(control_id)["detail"]["seq"] for control_id in sent[caller]]
+            assert seqs == list(range(1, 11))
+            assert set(caller.replies().values()) == {1}
+            assert caller.lifecycle() == ["opened"]
+        assert (await poisonous.heard("closed"))["reason"] == "command_failed"
+        ((_, letter),) = await bed.redis.xrange(poisonous.keys.dead)
+        assert letter[b"entry"].decode() == bad
+        assert b"could not be committed" in letter[b"reason"]
+        await bed.until_drained()
+        assert (await poisonous.open(1))["ok"]
+
+
+async def test_i11_a_session_whose_placement_cannot_be_committed_ends_and_the_rest_goes_on(
+    redis_url: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def opens_the_bad_one(batch: Batch) -> bool:
+        session = batch._last.get("bad")
+        return session is not None and session.phase is Phase.OPEN
+
+    refuse_to_commit(monkeypatch, opens_the_bad_one)
+    async with Bed(redis_url, make_pipeline(partitions=1)) as bed:
+        await bed.control("control-a")
+        await bed.stage()
+        bad, good = bed.caller("bad"), bed.caller("good")
+        assert (await good.open())["ok"]
+        opening = await bad.send("open", capabilities={"input_modes": ["append_tokens"]})
+        sent = [await good.append() for _ in range(5)]
+        assert (await bad.reply(opening))["code"] == "internal"
+        await good.reply(sent[-1])
+        assert [good.find_reply(control_id)["detail"]["seq"] for control_id in sent] == [1, 2, 3, 4, 5]
+
+        async def is_given_back() -> bool:
+            return await bed.redis.hkeys(keys.worker_slots("ear-1")) == [b"good"]
+
+        await until(is_given_back)
+
+
 async def test_a_state_that_cannot_be_read_is_dropped_and_its_outputs_are_stopped(redis_url: str) -> None:
     async with Bed(redis_url, make_pipeline(partitions=1)) as bed:
         first = await bed.control("control-a")
@@ -918,6 +992,28 @@ async def is_at(bed: Bed, stage: Any, caller: Caller) -> bool:
     return await bed.redis.hexists(keys.worker_slots(stage.worker_id), caller.session_id)
 
 
+async def test_i2_a_request_is_released_only_once_every_stage_of_its_route_has_confirmed(redis_url: str) -> None:
+    async with Bed(redis_url, make_pipeline(stages=2, partitions=1)) as bed:
+        await bed.control("control-a")
+        ear, mouth = await bed.stage("ear-1", 0), await bed.stage("mouth-1", 1)
+        caller = bed.caller("Ada")
+        await caller.open()
+        await caller.reply(await caller.append())
+        names = [request_id("Ada", 0, 0, stage_id) for stage_id in range(2)]
+        for stage, name in zip((ear, mouth), names, strict=True):
+            assert await stage.say("Ada", name, fence()) is Published.DELIVERED
+        mouth.confirms = False
+        cancel = await caller.cancel(fence(), fence(1))
+        await until(lambda: ear.aborted and mouth.seen_aborts)
+        await bed.until_drained()
+        assert (await caller.call("touch", at=fence(1), activity="heartbeat"))["ok"]
+        assert cancel not in caller.replies()
+        assert set(await bed.redis.hkeys(caller.keys.outputs)) == {name.encode() for name in names}
+        mouth.confirms = True
+        assert (await caller.reply(cancel))["ok"]
+        assert not await bed.redis.exists(caller.keys.outputs)
+
+
 # ---- time
 
 
@@ -1045,15 +1141,16 @@ async def test_no_deadline_fires_before_the_backlog_was_read_and_a_heartbeat_tim
     pipeline = local(partitions=1, session=QUICK, control={"batch_max": 2})
     async with Bed(redis_url, pipeline) as bed:
         first = await bed.control("control-a")
-        caller = bed.caller("Ada")
+        caller, strangers = bed.caller("Ada"), [bed.caller(f"stranger-{number}") for number in range(20)]
         await caller.open()
         await bed.crash(first)
         await asyncio.sleep(1.1)  # its idle TTL passes while nobody owns it
-        sent = [await caller.send("touch", activity="heartbeat") for _ in range(20)]
+        for stranger in strangers:
+            await stranger.send("touch", activity="heartbeat")
+        sent = await caller.send("touch", activity="heartbeat")
         await bed.control("control-b")
-        assert (await caller.reply(sent[-1]))["ok"]
-        await caller.listen()
-        assert caller.lifecycle() == ["opened"]
+        assert (await caller.reply(sent))["ok"]
+        assert caller.lifecycle() == ["opened"], "its touch came in time, far back in the stream"
         assert (await caller.heard("expired"))["reason"] == "idle_ttl_expired"
 
 
