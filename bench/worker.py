@@ -14,12 +14,14 @@ import time
 
 from stages.pipeline import parse_pipeline
 from workers.control import ControlWorker
+from workers.control_setup import ease_garbage_collection
 
 
 async def main(url: str, partitions: int) -> None:
     pipeline = parse_pipeline(
         {"partitions": partitions, "stages": [{"name": "bench", "engine": "parrot", "capacity": 1_000_000}]}, "bench"
     )
+    ease_garbage_collection()
     worker = ControlWorker(url, pipeline)
     running = asyncio.create_task(worker.run())
     asyncio.get_running_loop().add_signal_handler(signal.SIGTERM, worker.stop)

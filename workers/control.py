@@ -285,6 +285,10 @@ class ControlWorker:
     ) -> None:
         partition = owned.partition
         partition.reopen(now_ms)
+        for command in owned.failed:
+            if partition.is_known(command.session_id):
+                partition.fail(command, now_ms)
+        owned.failed.clear()
         for session_id in list(owned.broken):
             if partition.is_known(session_id):
                 owned.broken.discard(session_id)

@@ -1,10 +1,12 @@
 """What the control worker needs of a pipeline file: the core's settings and the wire's limits.
 
-Responsible for the translation. Leaves the file to `stages/pipeline.py`. Loads the model policy; else pure.
+Responsible for the translation. Leaves the file to `stages/pipeline.py`. Loads the model policy; else pure, but for
+`ease_garbage_collection`, which a process calls once.
 """
 
 from __future__ import annotations
 
+import gc
 from typing import TYPE_CHECKING, Any
 
 from control.core.scene import Settings
@@ -57,3 +59,14 @@ def wire_limits(pipeline: Pipeline) -> Limits:
         waiting_bytes=session.max_waiting_bytes,
         events_bytes=limits.events_bytes,
     )
+
+
+def ease_garbage_collection() -> None:
+    """Look for cycles less often, and never again in what is loaded by now.
+
+    A turn makes thousands of short-lived objects without a cycle among them; the default threshold of 700 looked
+    through them about twenty times a commit, a tenth of the process' time.
+    """
+    gc.collect()
+    gc.freeze()
+    gc.set_threshold(50_000, 20, 100)

@@ -27,7 +27,7 @@ from control.store.commits import (
     decode_session,
     read_outcome,
 )
-from control.store.mending import mend
+from control.store.mending import load_deadlines, mend
 from control.store.scripts import script
 from workers.ownership import Claim
 
@@ -57,7 +57,9 @@ class Owned:
     read_to: dict[int, str] = field(default_factory=lambda: {COMMANDS_KEY: "0-0", ACKS_KEY: "0-0"})
     caught_up: bool = False
     inbox: deque[tuple[str, c.Event]] = field(default_factory=deque[tuple[str, c.Event]])
+    # Sessions that have to end, and commands that can't be carried out.
     broken: set[str] = field(default_factory=set)
+    failed: list[c.Command] = field(default_factory=list[c.Command])
     one_by_one: int = 0
     fenced: set[str] = field(default_factory=set)
     skip: tuple[int, str] | None = None
@@ -225,6 +227,8 @@ class Holdings:
             fresh.skip = (culprit.stream, culprit.entry_id)
             if culprit.session_id:
                 fresh.broken.add(culprit.session_id)
+            if culprit.received is not None:
+                fresh.failed.append(culprit.received.command)
         elif again:
             fresh.broken.update(others)
         await asyncio.sleep(RETRY_S)
@@ -236,16 +240,13 @@ class Holdings:
     async def reload(self, owned: Owned) -> Owned | None:
         """Forget what is known and read the partition again from the beginning; None if it isn't ours any more."""
         number, claim, keys = owned.claim.partition, owned.claim, owned.partition.keys
-        await mend(self.writer, keys)
-        held, stored = await self.writer.call_all(
-            [("HMGET", keys.owner, "token", "revision"), ("ZRANGE", keys.deadlines, 0, -1, "WITHSCORES")]
-        )
+        deadlines = await load_deadlines(self.writer, keys)
+        held = await self.writer.call("HMGET", keys.owner, "token", "revision")
         if held[0] is None or held[0].decode() != claim.token:
             log.warning("partition %d belongs to somebody else by now", number)
             self.drop_lease(number, claim.token)
             self.owned.pop(number, None)
             return None
-        deadlines = tuple((stored[i].decode(), int(float(stored[i + 1]))) for i in range(0, len(stored), 2))
         fresh = self.take(Claim(number, claim.token, int(held[1] or 0), claim.unclean, deadlines))
         fresh.inbox, fresh.broken, fresh.one_by_one = owned.inbox, owned.broken, owned.one_by_one
         return fresh

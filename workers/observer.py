@@ -86,6 +86,9 @@ class Observer:
             if life.state == "live" and life.stage_id < self.stage_count:
                 stages[life.stage_id].append(Candidate(life.worker_id, life.capacity, life.used_slots))
         self._pulses = {worker_id: pulse for worker_id, pulse in self._pulses.items() if worker_id in seen}
+        # Told, and out of the index: nobody has to be told any more. Each restart leaves one behind.
+        for worker_id in [w for w, sessions in self.lost.items() if w not in seen and not sessions]:
+            del self.lost[worker_id]
         self.lives = lives
         self.directory.replace(stages)
 

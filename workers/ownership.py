@@ -22,7 +22,7 @@ from redis.exceptions import RedisError, ResponseError
 from control.store import keys
 from control.store.keys import PartitionKeys
 from control.store.link import LOST, Link
-from control.store.mending import mend
+from control.store.mending import load_deadlines, mend
 from control.store.scripts import script
 
 if TYPE_CHECKING:
@@ -177,9 +177,7 @@ class Ownership:
         if answer[0] != 1:
             return
         token = answer[1].decode()
-        await mend(self._link, known)
-        stored = await self._link.call("ZRANGE", known.deadlines, 0, -1, "WITHSCORES")
-        deadlines = tuple((stored[i].decode(), int(float(stored[i + 1]))) for i in range(0, len(stored), 2))
+        deadlines = await load_deadlines(self._link, known)
         self.held[partition] = token
         self.takeovers += answer[4]
         self.gained.append(Claim(partition, token, answer[2], bool(answer[4]), deadlines))

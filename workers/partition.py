@@ -84,6 +84,7 @@ class Partition:
         self._batch = Batch(keys)
         self._replied: set[str] = set()
         self._reopening: list[str] = []
+        self._telling = log.isEnabledFor(logging.DEBUG)
 
     # ---- what is known
 
@@ -151,6 +152,12 @@ class Partition:
         known = self._known[session_id]
         self._apply(known, session_id, self._decide(known, session_id, event, now_ms))
         self._resume(known, now_ms)
+
+    def fail(self, command: c.Command, now_ms: int) -> None:
+        """A command that can't be committed is answered all the same. Its session is known, its entry buried."""
+        known = self._known[command.session_id]
+        message = f"session {command.session_id!r}: the command could not be stored and was set aside"
+        self._apply(known, command.session_id, self._refuse(known, command, Code.INTERNAL, message, now_ms))
 
     def bury(self, stream: int, entry_id: str, reason: str) -> None:
         """An entry that can't be answered."""
@@ -242,15 +249,31 @@ class Partition:
             choose_route=self._choose_route,
         )
         try:
-            return step(scene, known.session, event)
+            decision = step(scene, known.session, event)
         except Exception:
             # A bug in a rule or in the policy must not stop the partition; nothing of the step was kept.
             log.exception("deciding %s for session %s failed", type(event).__name__, session_id)
             if not isinstance(event, c.Command):
                 return e.Decision(known.session, row="failed")
             message = f"session {session_id!r}: the control worker could not handle the command; see its log"
-            decision = refused(scene, known.session or NOBODY, event, Code.INTERNAL, message)
-            return e.Decision(known.session, decision.effects, row="failed")
+            return self._refuse(known, event, Code.INTERNAL, message, now_ms)
+        if self._telling:
+            effects = ", ".join(type(effect).__name__ for effect in decision.effects) or "nothing"
+            what = type(event).__name__
+            log.debug("%s: %s, row %s%s: %s", session_id, what, decision.row, " waits" * decision.wait, effects)
+        return decision
+
+    def _refuse(self, known: Known, command: c.Command, code: Code, message: str, now_ms: int) -> e.Decision:
+        """A refusal that no rule has made."""
+        scene = Scene(
+            settings=self._settings,
+            session_id=command.session_id,
+            now_ms=now_ms,
+            answers=known.answers,
+            choose_route=self._choose_route,
+        )
+        decision = refused(scene, known.session or NOBODY, command, code, message)
+        return e.Decision(known.session, decision.effects, row="failed")
 
     def _handle(self, known: Known, waiting: Waiting, now_ms: int) -> bool:
         """Decide a command; False if it has to wait."""
@@ -321,16 +344,10 @@ class Partition:
                 f"session {command.session_id!r} has {len(known.waiting)} commands of {known.waiting_bytes} bytes "
                 "waiting for its stage; slow down and send this one again"
             )
-            scene = Scene(
-                settings=self._settings,
-                session_id=command.session_id,
-                now_ms=now_ms,
-                answers=known.answers,
-                choose_route=self._choose_route,
-            )
-            decision = refused(scene, known.session or NOBODY, command, Code.RESOURCE_EXHAUSTED, message)
             self._batch.done(COMMANDS_KEY, waiting.entry_id)
-            self._batch.add(command.session_id, known.session, e.Decision(known.session, decision.effects))
+            self._apply(
+                known, command.session_id, self._refuse(known, command, Code.RESOURCE_EXHAUSTED, message, now_ms)
+            )
             return
         known.waiting.append(waiting)
         known.waiting_bytes += size

@@ -19,6 +19,17 @@ if TYPE_CHECKING:
 log = logging.getLogger("bargein.mending")
 
 
+async def load_deadlines(link: Link, known: PartitionKeys) -> tuple[tuple[str, int], ...]:
+    """When each of the partition's sessions is due (ms), its keys mended.
+
+    Where that was lost, every session is due at once: whoever looks at one finds its true time.
+    """
+    if known.deadlines in await mend(link, known):
+        return tuple((name.decode(), 0) for name in await link.call("HKEYS", known.sessions))
+    stored = await link.call("ZRANGE", known.deadlines, 0, -1, "WITHSCORES")
+    return tuple((stored[i].decode(), int(float(stored[i + 1]))) for i in range(0, len(stored), 2))
+
+
 async def mend(link: Link, known: PartitionKeys) -> list[str]:
     """Remove the partition's fixed keys that are of a wrong type; their names. One round trip where there are none."""
     names: dict[str, str] = {getattr(known, attribute): kind for attribute, kind in FIXED_TYPES.items()}

@@ -22,7 +22,7 @@ from workers.cli.leaving import end_tasks, run_until_told
 from workers.cli.logs import set_up_logging
 from workers.cli.options import Grace, LogJson, LogLevel, PasswordFile, PipelineFile, RedisUrl
 from workers.control import ControlWorker
-from workers.control_setup import core_settings
+from workers.control_setup import core_settings, ease_garbage_collection
 from workers.settings import Settings, SettingsError, load_settings, spell
 from workers.stage import StageWorker
 
@@ -56,6 +56,7 @@ def control(
     described = settings.load_pipeline()
     set_up_logging(settings)
     core = load_policy_plainly(described)
+    ease_garbage_collection()
     asyncio.run(_control(settings, described, core))
 
 

@@ -60,18 +60,25 @@ def resume(scene: Scene, session: Session, command: Resume) -> Decision:
     return Decision(session, (accepted(scene, session, command, detail, numbers=(generation,)),))
 
 
-def refuse_closing_attachment(scene: Scene, session: Session, command: Touch | Resume) -> Decision:
-    """Nobody attaches to a session that is closing (S10)."""
-    bad = _find_activity_refusal(command) if hasattr(command, "activity") else None
-    if bad is None:
-        bad = find_refusal(session, replace(command, expected_lease_generation=None))
-    if bad is None:
-        bad = (Code.FAILED_PRECONDITION, closing_message(session, command.session_id))
+def refuse_closing_touch(scene: Scene, session: Session, command: Touch) -> Decision:
+    """Nobody keeps a session alive that is closing (S10)."""
+    bad = _find_activity_refusal(command)
+    return _refuse_closing(scene, session, command, bad)
+
+
+def refuse_closing_resume(scene: Scene, session: Session, command: Resume) -> Decision:
+    """Nobody takes up a session that is closing (S10)."""
+    return _refuse_closing(scene, session, command, None)
+
+
+def _refuse_closing(scene: Scene, session: Session, command: Touch | Resume, bad: tuple[Code, str] | None) -> Decision:
+    # The generation has risen with the end, so it says nothing about who speaks.
+    bad = bad or find_refusal(session, replace(command, expected_lease_generation=None))
+    bad = bad or (Code.FAILED_PRECONDITION, closing_message(session, command.session_id))
     return refused(scene, session, command, *bad)
 
 
-def _find_activity_refusal(command: Touch | Resume) -> tuple[Code, str] | None:
-    activity = getattr(command, "activity", None)
-    if activity is None or activity in ACTIVITIES:
+def _find_activity_refusal(command: Touch) -> tuple[Code, str] | None:
+    if command.activity in ACTIVITIES:
         return None
-    return Code.INVALID_ARGUMENT, f"$.activity: {activity!r} is none of {', '.join(sorted(ACTIVITIES))}"
+    return Code.INVALID_ARGUMENT, f"$.activity: {command.activity!r} is none of {', '.join(sorted(ACTIVITIES))}"
