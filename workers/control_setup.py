@@ -44,6 +44,7 @@ def core_settings(pipeline: Pipeline) -> Settings:
         cleanup_timeout_ms=session.cleanup_timeout_ms,
         cleanup_backoff_ms=session.cleanup_backoff_ms,
         cleanup_backoff_max_ms=session.cleanup_backoff_max_ms,
+        restart_after_ms=session.restart_after_ms,
     )
 
 

@@ -47,7 +47,7 @@ class Cleanups:
     """The aborts of one life.
 
     `silence(lane)`: no output of it may go out any more, none of its waiting inputs may run. `note_gone(request id,
-    entry id)`: an order's request is gone.
+    entry id)`: an order's request is gone. `give_up_engine(why)`: an order has waited for too long, the life must end.
     """
 
     def __init__(
@@ -62,6 +62,7 @@ class Cleanups:
         spawn: Callable[[Coroutine[Any, Any, None], str], asyncio.Task[None]],
         silence: Callable[[Lane], None],
         note_gone: Callable[[str, str], None],
+        give_up_engine: Callable[[str], None],
     ) -> None:
         self._worker_id = worker_id
         self._engine = engine
@@ -72,6 +73,7 @@ class Cleanups:
         self._spawn = spawn
         self._silence = silence
         self._note_gone = note_gone
+        self._give_up_engine = give_up_engine
         self._tries: dict[str, asyncio.Task[None]] = {}
 
     def take(self, entry: QueueEntry, moment: int) -> None:
@@ -137,6 +139,8 @@ class Cleanups:
             # "No" says more than silence does.
             told = next((each for each in failures if not isinstance(each, TimeoutError)), failures[0])
             self._stats.cleanup_failed += 1
+            if order.restart:
+                self._give_up_engine(f"session {order.session_id!r} still can't be cleaned up: {told}")
             ack = CleanupFailedAck(
                 order.session_id,
                 order.incarnation,

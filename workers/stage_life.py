@@ -130,6 +130,7 @@ class StageLife:
             spawn=self._spawn,
             silence=self._silence,
             note_gone=self._heartbeat.note_gone,
+            give_up_engine=self.died,
         )
         now_s = asyncio.get_running_loop().time()
         self._read_s = {self._submissions: now_s, self._aborts: now_s}

@@ -49,13 +49,17 @@ class Submit(Struct, frozen=True, gc=False, kw_only=True):
 
 
 class Abort(Struct, frozen=True, gc=False, kw_only=True):
-    """Queue an abort of the requests of `epochs` at one worker of the route, for cleanup `number`."""
+    """Queue an abort of the requests of `epochs` at one worker of the route, for cleanup `number`.
+
+    `restart`: the worker has not confirmed for so long that its engine must go if this try fails as well.
+    """
 
     worker_id: str
     stage_id: int
     number: int
     attempt: int
     epochs: tuple[int, ...]
+    restart: bool = False
 
 
 class Release(Struct, frozen=True, gc=False):

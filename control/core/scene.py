@@ -39,6 +39,7 @@ class Settings:
     cleanup_timeout_ms: int = 5_000
     cleanup_backoff_ms: int = 500
     cleanup_backoff_max_ms: int = 30_000
+    restart_after_ms: int = 60_000
     placement_retry_ms: int = 2_000
     placement_attempts: int = 3
 

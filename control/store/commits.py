@@ -306,6 +306,7 @@ class Batch:
             number=effect.number,
             attempt=effect.attempt,
             epochs=effect.epochs,
+            restart=effect.restart,
         )
         self._aborts += (
             self._position(self._keys.aborts(effect.worker_id), "s"),

@@ -42,7 +42,10 @@ class SubmissionOrder(Struct, frozen=True, gc=False, array_like=True):
 
 
 class AbortOrder(Struct, frozen=True, gc=False, array_like=True):
-    """The requests of `epochs` must go. The entry's field `a` is the last submission that was unread before it."""
+    """The requests of `epochs` must go. The entry's field `a` is the last submission that was unread before it.
+
+    `restart`: they have been to go for so long that an engine that still can't let go of them must itself go.
+    """
 
     session_id: str
     incarnation: int
@@ -50,6 +53,7 @@ class AbortOrder(Struct, frozen=True, gc=False, array_like=True):
     number: int
     attempt: int
     epochs: tuple[int, ...]
+    restart: bool = False
 
 
 class AcceptedAck(Struct, frozen=True, gc=False, array_like=True, tag=1):

@@ -118,6 +118,7 @@ def pipeline_of(config: dict[str, Any]) -> Pipeline:
                 "cleanup_backoff_max_s": LONG_S,
                 "append_timeout_s": PATIENCE_S,
                 "cleanup_timeout_s": PATIENCE_S,
+                "restart_after_s": LONG_S,
             },
             "control": {"heartbeat_s": 5.0},
             "stages": [{"name": f"stage{n}", "engine": "parrot"} for n in range(config["stage_count"])],

@@ -75,6 +75,7 @@ def ask(scene: Scene, session: Session, cleanup: Cleanup) -> Step:
             number=cleanup.number,
             attempt=attempts,
             epochs=cleanup.epochs,
+            restart=scene.now_ms - cleanup.created_ms >= settings.restart_after_ms,
         )
         for worker_id in cleanup.waiting
     )
