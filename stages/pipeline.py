@@ -127,11 +127,15 @@ class LimitsSection(_Section):
 
 
 class ControlSection(_Section):
-    """The processes' clockwork: how soon a killed owner is replaced, when a stage worker counts as lost."""
+    """The processes' clockwork: how soon a killed owner is replaced, when a stage worker counts as lost.
+
+    `brake_s`: how long nothing is closed when more than a third of a stage's workers fall silent at once.
+    """
 
     lease_s: _Seconds = 3.0
     heartbeat_s: _Seconds = 5.0
     heartbeat_interval_s: _Seconds = 1.0
+    brake_s: _Seconds = 60.0
     batch_max: Annotated[int, Field(ge=1, le=1000)] = 48
 
     @model_validator(mode="after")
@@ -152,6 +156,11 @@ class ControlSection(_Section):
     def heartbeat_ms(self) -> int:
         """How long a heartbeat may stand still."""
         return _ms(self.heartbeat_s)
+
+    @property
+    def brake_ms(self) -> int:
+        """How long the brake holds at most."""
+        return _ms(self.brake_s)
 
     @property
     def heartbeat_interval_ms(self) -> int:

@@ -86,7 +86,9 @@ class ControlWorker:
         self._ownership = Ownership(
             self._pool, self.worker_id, pipeline.partitions, control.lease_ms, self._clock, self._wake
         )
-        self._observer = Observer(self._redis, self._directory, stage_count, control.heartbeat_ms, self._wake)
+        self._observer = Observer(
+            self._redis, self._directory, stage_count, control.heartbeat_ms, self._wake, control.brake_ms
+        )
         self._desk = SlotDesk(
             self._slots, self._directory, pipeline.max_sessions, self._batch_max, self._is_ours, self._tell
         )

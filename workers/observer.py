@@ -2,8 +2,9 @@
 
 Responsible for the directory that placement chooses from, and for judging a loss once and never by one's own silence
 (S71, S76): a worker is suspect when its heartbeat stood still for the heartbeat time by this machine's monotonic clock
-while every read of ours was answered; a script on the worker's key then ends that life for everyone. Leaves fencing it
-in the partitions to `control.py`. Talks to Redis. Keeps I2 by telling a loss only after `dead` was read.
+while every read of ours was answered; a script on the worker's key then ends that life for everyone. Leaves to
+`brake.py` whether too many went at once, fencing in the partitions to `control.py`. Talks to Redis. Keeps I2 by telling
+a loss only after `dead` was read.
 """
 
 from __future__ import annotations
@@ -18,7 +19,8 @@ from redis.exceptions import RedisError
 
 from control.store import keys
 from control.store.link import LOST
-from control.store.lives import end_life, fetch_lives
+from control.store.lives import end_life, fetch_lives, is_brake_released
+from workers.brake import Brake
 from workers.placement import Candidate, Directory
 
 if TYPE_CHECKING:
@@ -48,10 +50,13 @@ class Observer:
     stage_count: int
     heartbeat_ms: int
     wake: Callable[[], None]
+    brake_ms: int = 60_000
     lost: dict[str, tuple[str, ...]] = field(default_factory=dict)
     lives: list[Life] = field(default_factory=list)
     _pulses: dict[str, _Pulse] = field(default_factory=dict, init=False)
     _looked_s: float = field(default=0.0, init=False)
+    _brakes: dict[str, Brake] = field(default_factory=dict[str, Brake], init=False)
+    _held: set[str] = field(default_factory=set[str], init=False)
 
     async def run(self) -> None:
         """Look around until cancelled."""
@@ -78,10 +83,14 @@ class Observer:
         self._looked_s = now_s
         stages: list[list[Candidate]] = [[] for _ in range(self.stage_count)]
         seen: set[str] = set()
+        silent = self._find_silent(lives, now_s)
         for life in lives:
             seen.add(life.worker_id)
-            if life.state == "dead" or await self._is_over(life, now_s):
+            if life.state == "dead" or (life in silent and await self._give_up(life, lives, silent, now_s)):
+                self._note_lost(life, now_s)
                 await self._mourn(life)
+                continue
+            if life in silent:
                 continue
             if life.state == "live" and life.stage_id < self.stage_count:
                 stages[life.stage_id].append(Candidate(life.worker_id, life.capacity, life.used_slots))
@@ -89,18 +98,56 @@ class Observer:
         # Told, and out of the index: nobody has to be told any more. Each restart leaves one behind.
         for worker_id in [w for w, sessions in self.lost.items() if w not in seen and not sessions]:
             del self.lost[worker_id]
+        if not silent:
+            self._held.clear()
         self.lives = lives
         self.directory.replace(stages)
 
-    async def _is_over(self, life: Life, now_s: float) -> bool:
-        pulse = self._pulses.get(life.worker_id)
-        if pulse is None or pulse.beat != life.beat:
-            self._pulses[life.worker_id] = _Pulse(life.beat, now_s)
-            return False
-        if (now_s - pulse.since_s) * 1000 < self.heartbeat_ms:
-            return False
-        log.warning("stage worker %s has not moved for %.1f s; ending its life", life.worker_id, now_s - pulse.since_s)
+    def _find_silent(self, lives: list[Life], now_s: float) -> list[Life]:
+        """The workers whose heartbeat has stood still for the heartbeat time, under our own eyes."""
+        silent: list[Life] = []
+        for life in lives:
+            if life.state == "dead":
+                continue
+            pulse = self._pulses.get(life.worker_id)
+            if pulse is None or pulse.beat != life.beat:
+                self._pulses[life.worker_id] = _Pulse(life.beat, now_s)
+            elif (now_s - pulse.since_s) * 1000 >= self.heartbeat_ms:
+                silent.append(life)
+        return silent
+
+    async def _give_up(self, life: Life, lives: list[Life], silent: list[Life], now_s: float) -> bool:
+        """End the life of a silent worker, unless the brake holds; True if it is over."""
+        silent_s = now_s - self._pulses[life.worker_id].since_s
+        brake = self._brakes.setdefault(life.stage, Brake(self.brake_ms / 1000))
+        holds = brake.holds(
+            silent=sum(other.stage == life.stage for other in silent),
+            present=sum(other.stage == life.stage and other.state != "dead" for other in lives),
+            now_s=now_s,
+        )
+        if holds and silent_s < self.heartbeat_ms / 1000 + brake.hold_s:
+            if not await is_brake_released(self.redis, life.stage):
+                self._tell_held(life, brake)
+                return False
+            log.warning("the brake of stage %s is released", life.stage)
+        log.warning("stage worker %s has not moved for %.1f s; ending its life", life.worker_id, silent_s)
         return await end_life(self.redis, life.worker_id, life.beat)
+
+    def _tell_held(self, life: Life, brake: Brake) -> None:
+        if life.stage not in self._held:
+            self._held.add(life.stage)
+            log.error(
+                "more than a third of stage %s fell silent within a minute; no session is closed for %g s, since the "
+                "fault may be on the way to them. If the workers are gone: SET %s released EX 600",
+                life.stage,
+                brake.hold_s,
+                keys.brake(life.stage),
+            )
+
+    def _note_lost(self, life: Life, now_s: float) -> None:
+        """Count a loss once; who has said goodbye is not lost."""
+        if self._pulses.pop(life.worker_id, None) is not None and not life.has_left:
+            self._brakes.setdefault(life.stage, Brake(self.brake_ms / 1000)).note_lost(now_s)
 
     async def _mourn(self, life: Life) -> None:
         """Tell the owners once, and again while sessions still hold slots there; then forget the record."""

@@ -10,6 +10,7 @@ producers; the rest is the project's own and may change with the stored layout's
 | `bargein:controls` | zset | control worker id -> alive until (ms) | control workers | while any runs |
 | `bargein:ownership` | stream | hints that ownership may move now | control workers | 16 entries |
 | `bargein:stages` | hash | stage worker id -> stage, capacity, engine | stage workers | until its life is over |
+| `bargein:brake:<stage>` | string | there: silent workers of the stage may be given up | an operator | 10 minutes |
 | `bargein:{w:<id>}` | hash | `state`, `beat`, `capacity`, load | stage worker; `dead`: owner | an hour past a beat |
 | `bargein:{w:<id>}:slots` | hash | session id -> `<incarnation> <token number>` | owners | while held |
 | `bargein:{w:<id>}:owners` | hash | partition -> highest token number that came for a slot | owners | a day |
@@ -85,6 +86,11 @@ def worker_slots(worker_id: str) -> str:
 def worker_owners(worker_id: str) -> str:
     """Which owners have asked a stage worker for slots."""
     return f"{PREFIX}:{{w:{worker_id}}}:owners"
+
+
+def brake(stage: str) -> str:
+    """Exists: the stage's brake is released."""
+    return f"{PREFIX}:brake:{stage}"
 
 
 class PartitionKeys:

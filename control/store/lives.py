@@ -31,7 +31,7 @@ log = logging.getLogger("bargein.lives")
 KEPT_MS = 3_600_000
 
 LOAD_FIELDS = ("running", "waiting", "slots_used", "utilisation", "tick_late_ms")
-_FIELDS = ("state", "beat", "started_ms", *LOAD_FIELDS)
+_FIELDS = ("state", "beat", "started_ms", "left", *LOAD_FIELDS)
 
 
 class LifeState(StrEnum):
@@ -54,6 +54,7 @@ class Entry(Struct, frozen=True, kw_only=True):
 class Life(Struct, frozen=True, kw_only=True):
     """One life of a stage worker. `beat` is its heartbeat's counter, `used_slots` the sessions placed on it.
 
+    `has_left`: the worker itself said that its life is over.
     `load` holds the engine's figures of the last heartbeat (`LOAD_FIELDS`), as far as there were any.
     """
 
@@ -66,6 +67,7 @@ class Life(Struct, frozen=True, kw_only=True):
     beat: int
     used_slots: int
     started_ms: int = 0
+    has_left: bool = False
     load: dict[str, float] = field(default_factory=dict[str, float])
 
 
@@ -106,6 +108,16 @@ async def say_goodbye(redis: Redis, worker_id: str) -> None:
     await end_life(redis, worker_id)
     if await cast("Awaitable[int]", redis.hlen(keys.worker_slots(worker_id))) == 0:
         await cast("Awaitable[int]", redis.hdel(keys.STAGES, worker_id))
+
+
+async def release_brake(redis: Redis, stage: str, for_s: int = 600) -> None:
+    """An operator's word: the silent workers of the stage are gone, their sessions may be closed."""
+    await redis.set(keys.brake(stage), "released", ex=for_s)
+
+
+async def is_brake_released(redis: Redis, stage: str) -> bool:
+    """Whether an operator has said so lately."""
+    return bool(await redis.exists(keys.brake(stage)))
 
 
 async def count_slots(redis: Redis, worker_id: str) -> int:
@@ -166,6 +178,7 @@ def _read(worker_id: str, blob: bytes, values: Any, used_slots: Any) -> Life | N
         beat=counter,
         used_slots=used_slots,
         started_ms=started_ms,
+        has_left="left" in found,
         load=load,
     )
 

@@ -27,6 +27,7 @@ def every_name() -> dict[str, str]:
         "controls": keys.CONTROLS,
         "ownership": keys.OWNERSHIP,
         "stages": keys.STAGES,
+        "brake": keys.brake("ear"),
         "worker state": keys.worker_state("ear-1"),
         "worker slots": keys.worker_slots("ear-1"),
         "worker owners": keys.worker_owners("ear-1"),

@@ -8,4 +8,5 @@ local state = redis.call('HMGET', KEYS[1], 'state', 'beat')
 if state[1] == 'dead' or not state[1] then return 1 end
 if ARGV[1] ~= '' and state[2] ~= ARGV[1] then return 0 end
 redis.call('HSET', KEYS[1], 'state', 'dead')
+if ARGV[1] == '' then redis.call('HSET', KEYS[1], 'left', 1) end
 return 1
