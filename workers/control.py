@@ -29,10 +29,11 @@ from control.store.keys import PartitionKeys, partition_of
 from control.store.link import LOST, Link, make_pool
 from control.store.scripts import script
 from control.store.server import agree_on_config, check_server
+from workers.caution import CRASHES, Caution, name_of
 from workers.clock import ServerClock
 from workers.control_setup import core_settings, wire_limits
 from workers.control_stats import ControlStats
-from workers.entries import Entry, decode_entries
+from workers.entries import Entry, Raw, decode_entry, id_of, in_order
 from workers.holdings import Holdings, Owned
 from workers.observer import Observer
 from workers.ownership import Claim, Ownership
@@ -178,8 +179,7 @@ class ControlWorker:
             await self._idle()
             return
         read = await self._read()
-        entries = {p: decode_entries(p, raw, self._pipeline.partitions, self._limits) for p, raw in read.items()}
-        await self._decide_and_commit(entries)
+        await self._decide_and_commit({number: in_order(raw) for number, raw in read.items()})
         self.stats.last_turn_ms = self._clock.monotonic_ms()
 
     async def _idle(self) -> None:
@@ -226,11 +226,10 @@ class ControlWorker:
                 block = min(block, due_ms - self._clock.now_ms())
         return max(0, block)
 
-    async def _decide_and_commit(self, entries: dict[int, list[Entry]]) -> None:
-        pending = {number: deque(found) for number, found in entries.items()}
+    async def _decide_and_commit(self, pending: dict[int, deque[Raw]]) -> None:
         readers = dict(self._owned)
         while True:
-            portions: dict[int, list[Entry]] = {}
+            raws: dict[int, list[Raw]] = {}
             for number, waiting in pending.items():
                 owned = self._owned.get(number)
                 if owned is None or owned is not readers[number]:
@@ -238,10 +237,34 @@ class ControlWorker:
                     waiting.clear()
                     continue
                 most = 1 if owned.one_by_one else self._batch_max
-                portions[number] = [waiting.popleft() for _ in range(min(most, len(waiting)))]
-            await self._commit_portions(portions)
+                if not owned.caution.is_over:
+                    # What else there is to decide comes between two entries, never beside one that is named.
+                    most = 0 if owned.inbox else 1
+                raws[number] = [waiting.popleft() for _ in range(min(most, len(waiting)))]
+            await self._name_those_alone(raws, pending)
+            await self._commit_portions(
+                {
+                    number: [decode_entry(number, raw, self._pipeline.partitions, self._limits) for raw in found]
+                    for number, found in raws.items()
+                }
+            )
             if not any(pending.values()):
                 return
+
+    async def _name_those_alone(self, raws: dict[int, list[Raw]], pending: dict[int, deque[Raw]]) -> None:
+        """After a crash, the backlog's entries are handled alone, each named before it is looked at."""
+        named: dict[int, str] = {}
+        for number, owned in self._owned.items():
+            found = raws.get(number, [])
+            if owned.caution.is_over:
+                continue
+            if found and owned.caution.covers(found[0][0], id_of(found[0])):
+                named[number] = name_of(found[0][0], id_of(found[0]))
+                continue
+            named[number] = ""
+            if found or (owned.caught_up and not pending.get(number)):
+                owned.caution = Caution()
+        await self._holdings.name(named)
 
     async def _commit_portions(self, portions: dict[int, list[Entry]]) -> None:
         now_ms = self._clock.now_ms()
@@ -249,7 +272,7 @@ class ControlWorker:
         told: dict[int, list[tuple[str, c.Event]]] = {}
         for number, owned in self._owned.items():
             most = self._batch_max
-            if owned.one_by_one:
+            if owned.one_by_one or not owned.caution.is_over:
                 most = 0 if portions.get(number) else 1
             due[number] = self._due_sessions(owned, now_ms, most)
             told[number] = _pop_some(owned.inbox, most)
@@ -298,6 +321,9 @@ class ControlWorker:
         for session_id, event in told:
             partition.tell(session_id, event, now_ms)
         for entry in entries:
+            if owned.caution.is_condemned(entry.stream, entry.entry_id):
+                self._set_aside(owned, entry)
+                continue
             if owned.skip == (entry.stream, entry.entry_id):
                 owned.skip = None
                 continue
@@ -315,6 +341,15 @@ class ControlWorker:
         for session_id in due:
             partition.look(session_id, heard.get(session_id, 0), now_ms, may_expire=may_expire)
         partition.forget_some(KEPT_SESSIONS)
+
+    def _set_aside(self, owned: Owned, entry: Entry) -> None:
+        """An entry that has ended its worker again and again; its session ends, everything else goes on."""
+        partition, reason = owned.partition, f"{CRASHES} control workers ended while they handled it alone"
+        log.error("partition %d: entry %s is set aside: %s", partition.keys.partition, entry.entry_id, reason)
+        self.stats.dead_letters += 1
+        partition.bury(entry.stream, entry.entry_id, reason)
+        if entry.session_id:
+            owned.broken.add(entry.session_id)
 
     def _may_expire(self, owned: Owned) -> bool:
         """Deadlines fire only once the backlog is read and the clock has been steady for a heartbeat time."""

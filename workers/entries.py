@@ -6,6 +6,7 @@ entry's `unreadable`, which becomes a dead letter (S54).
 
 from __future__ import annotations
 
+from collections import deque
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -32,11 +33,24 @@ class Entry:
     unreadable: str | None = None
 
 
-def decode_entries(number: int, read: dict[int, list[Any]], partitions: int, limits: Limits) -> list[Entry]:
-    """Acks first: they make room."""
-    entries = [_decode_ack(raw) for raw in read.get(ACKS_KEY, ())]
-    entries += [_decode_command(number, raw, partitions, limits) for raw in read.get(COMMANDS_KEY, ())]
-    return entries
+Raw = tuple[int, list[Any]]
+"""A stream's number and an entry as the client gives it."""
+
+
+def in_order(read: dict[int, list[Any]]) -> deque[Raw]:
+    """What one read has brought for a partition, acks first: they make room."""
+    return deque((stream, raw) for stream in (ACKS_KEY, COMMANDS_KEY) for raw in read.get(stream, ()))
+
+
+def id_of(raw: Raw) -> str:
+    """The entry's id."""
+    return raw[1][0].decode()
+
+
+def decode_entry(number: int, raw: Raw, partitions: int, limits: Limits) -> Entry:
+    """An entry of partition `number`."""
+    stream, fields = raw
+    return _decode_ack(fields) if stream == ACKS_KEY else _decode_command(number, fields, partitions, limits)
 
 
 def _decode_command(number: int, raw: list[Any], partitions: int, limits: Limits) -> Entry:

@@ -29,6 +29,7 @@ from control.store.commits import (
 )
 from control.store.mending import load_deadlines, mend
 from control.store.scripts import script
+from workers.caution import Caution
 from workers.ownership import Claim
 
 if TYPE_CHECKING:
@@ -62,6 +63,7 @@ class Owned:
     failed: list[c.Command] = field(default_factory=list[c.Command])
     one_by_one: int = 0
     fenced: set[str] = field(default_factory=set)
+    caution: Caution = field(default_factory=Caution)
     skip: tuple[int, str] | None = None
     # False once an answer is missing: what is in memory may be ahead of the server, or behind it.
     sure: bool = True
@@ -89,7 +91,19 @@ class Holdings:
         partition = self.begin(claim)
         partition.index(claim.deadlines)
         owned = self.owned[claim.partition] = Owned(claim, partition, claim.revision, self.clock.monotonic_ms())
+        owned.caution = claim.caution
         return owned
+
+    async def name(self, handled: dict[int, str]) -> None:
+        """Before entries are handled alone: say which, by partition; '' where that is over."""
+        if not handled:
+            return
+        handling = script("handling")
+        calls = [
+            (handling, [self.owned[number].partition.keys.owner], [self.owned[number].claim.token, name])
+            for number, name in handled.items()
+        ]
+        await self.writer.run_all(calls)
 
     def doubt(self) -> None:
         """The connection was lost: nothing that is known can be relied on. The next turn reads it all again."""
@@ -247,7 +261,7 @@ class Holdings:
             self.drop_lease(number, claim.token)
             self.owned.pop(number, None)
             return None
-        fresh = self.take(Claim(number, claim.token, int(held[1] or 0), claim.unclean, deadlines))
+        fresh = self.take(Claim(number, claim.token, int(held[1] or 0), claim.unclean, deadlines, owned.caution))
         fresh.inbox, fresh.broken, fresh.one_by_one = owned.inbox, owned.broken, owned.one_by_one
         return fresh
 

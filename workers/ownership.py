@@ -20,10 +20,12 @@ from typing import TYPE_CHECKING
 from redis.exceptions import RedisError, ResponseError
 
 from control.store import keys
+from control.store.commits import ACKS_KEY, COMMANDS_KEY
 from control.store.keys import PartitionKeys
 from control.store.link import LOST, Link
 from control.store.mending import load_deadlines, mend
 from control.store.scripts import script
+from workers.caution import Caution
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable
@@ -46,6 +48,7 @@ class Claim:
     revision: int
     unclean: bool
     deadlines: tuple[tuple[str, int], ...]
+    caution: Caution = field(default_factory=Caution)
 
     @property
     def token_number(self) -> int:
@@ -180,5 +183,13 @@ class Ownership:
         deadlines = await load_deadlines(self._link, known)
         self.held[partition] = token
         self.takeovers += answer[4]
-        self.gained.append(Claim(partition, token, answer[2], bool(answer[4]), deadlines))
+        caution = await self._find_caution(known, answer[5].decode(), answer[6]) if answer[4] else Caution()
+        self.gained.append(Claim(partition, token, answer[2], bool(answer[4]), deadlines, caution))
         log.info("partition %d taken%s", partition, " over from a worker that is gone" if answer[4] else "")
+
+    async def _find_caution(self, known: PartitionKeys, suspect: str, crashes: int) -> Caution:
+        """How far the backlog of an owner that died reaches."""
+        streams = {COMMANDS_KEY: known.commands, ACKS_KEY: known.acks}
+        last = await self._link.call_all([("XREVRANGE", name, "+", "-", "COUNT", 1) for name in streams.values()])
+        backlog = {stream: found[0][0].decode() for stream, found in zip(streams, last, strict=True) if found}
+        return Caution(backlog, suspect, crashes)

@@ -16,7 +16,7 @@ producers; the rest is the project's own and may change with the stored layout's
 | `bargein:{w:<id>}:owners` | hash | partition -> highest token number that came for a slot | owners | a day |
 | `bargein:{admission}:slots` | hash | the same as a worker's, for the limit of sessions | owners | while held |
 | `bargein:{admission}:owners` | hash | likewise | owners | a day |
-| `bargein:{p}:owner` | hash | `token`, `number`, `holder`, `until_ms`, `revision` | owners | for ever |
+| `bargein:{p}:owner` | hash | `token`, `holder`, `revision`; after a crash `handling` | owners | for ever |
 | `bargein:{p}:commands` | stream | what producers want | producers; deleted by the commit | until applied |
 | `bargein:{p}:acks` | stream | what stages and jobs say | stage workers; deleted by the commit | until applied |
 | `bargein:{p}:dead` | stream | entries that nobody could answer | owner | 10,000 entries |

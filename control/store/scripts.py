@@ -12,7 +12,7 @@ from hashlib import sha1
 from importlib.resources import files
 
 _SHARED = {"commit": ("events",), "publish": ("events",)}
-SCRIPTS = ("commit", "publish", "acknowledge", "acquire", "renew", "join", "slot", "beat", "end_life")
+SCRIPTS = ("commit", "publish", "acknowledge", "acquire", "renew", "handling", "join", "slot", "beat", "end_life")
 
 
 @dataclass(frozen=True, slots=True)

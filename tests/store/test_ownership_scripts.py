@@ -19,7 +19,7 @@ async def acquire(store: Store, worker: str, lease_ms: int = 60_000, random_id: 
 
 async def test_a_free_partition_is_taken_and_a_held_one_is_not(store: Store) -> None:
     before = await store.now_ms()
-    taken, token, revision, now_ms, unclean = await acquire(store, "control-a")
+    taken, token, revision, now_ms, unclean, *_ = await acquire(store, "control-a")
     assert (taken, revision, unclean) == (1, 0, 0)
     assert before <= now_ms <= await store.now_ms()
     assert token == f"{now_ms}:r".encode()
@@ -62,7 +62,7 @@ async def test_a_token_is_above_the_last_one_even_if_the_servers_clock_goes_back
 
 async def test_a_token_is_not_above_the_clock_for_nothing(store: Store) -> None:
     await store.redis.hset(KEYS.owner, "number", 17)
-    _, token, _, now_ms, _ = await acquire(store, "control-b")
+    _, token, _, now_ms, *_ = await acquire(store, "control-b")
     assert int(token.partition(b":")[0]) == now_ms
 
 
@@ -71,7 +71,7 @@ async def test_a_partition_that_was_handed_over_is_taken_cleanly_at_once(store: 
     desk.open()
     await desk.must_commit()
     assert await store.run("renew", [KEYS.owner], [desk.token, 0]) > 0
-    taken, token, revision, _, unclean = await acquire(store, "control-b")
+    taken, token, revision, _, unclean, *_ = await acquire(store, "control-b")
     assert (taken, revision, unclean) == (1, 1, 0)
     assert token.decode() != desk.token
 
