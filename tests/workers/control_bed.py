@@ -20,6 +20,7 @@ from redis.asyncio import Redis
 from redis.exceptions import RedisError
 
 from control.core.fence import Fence
+from control.store import keys
 from control.store.keys import PartitionKeys, partition_of
 from control.store.link import LOST, Link, make_pool
 from control.store.lives import Entry, beat, register_life
@@ -71,6 +72,11 @@ def make_pipeline(*, stages: int = 1, capacity: int = 64, **sections: Any) -> Pi
     for name, section in sections.items():
         content[name] = {**content.get(name, {}), **section} if isinstance(section, dict) else section
     return parse_pipeline(content, "test")
+
+
+def local(**sections: Any) -> Any:
+    """A pipeline without stages: everything is answered by the owner."""
+    return make_pipeline(stages=0, **sections)
 
 
 class Caller:
@@ -368,3 +374,17 @@ async def end(*tasks: asyncio.Task[Any]) -> None:
     for task in tasks:
         with contextlib.suppress(asyncio.CancelledError):
             await task
+
+
+def numbers(caller: Caller) -> list[int]:
+    """The events' numbers, those of strangers' replies aside."""
+    return [n for _, n, _ in caller.events if n]
+
+
+async def until_free(bed: Bed, worker_id: str = "ear-1") -> None:
+    """Wait until nobody holds a slot there."""
+
+    async def is_free() -> bool:
+        return not await bed.redis.exists(keys.worker_slots(worker_id))
+
+    await until(is_free)

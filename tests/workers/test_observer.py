@@ -122,6 +122,7 @@ async def test_a_loss_is_told_again_while_sessions_hold_slots_there_and_then_for
     assert not await redis.hexists(keys.STAGES, "ear-1")
     await watcher.look()
     assert await fetch_lives(redis) == []
+    assert watcher.lost == {}
 
 
 async def test_a_dead_worker_without_sessions_is_told_before_it_is_forgotten(redis: Any) -> None:
