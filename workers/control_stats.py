@@ -14,5 +14,6 @@ class ControlStats:
     commits: int = 0
     refused_commits: int = 0
     dead_letters: int = 0
+    missing_entries: int = 0
     reconnects: int = 0
     last_turn_ms: float = 0.0

@@ -204,6 +204,12 @@ class Holdings:
                 case CommitStatus.LOST_OWNERSHIP:
                     self.drop_lease(number, owned.claim.token)
                     self.owned.pop(number)
+                case CommitStatus.MISSING:
+                    self.stats.missing_entries += 1
+                    log.warning(
+                        "partition %d: entry %s was deleted by somebody before its turn", number, outcome.detail
+                    )
+                    await self.reload(owned)
                 case CommitStatus.WRONG_TYPE:
                     await self._drop_key(outcome.detail, "wrong type")
                     _, _, kind, session_id = outcome.detail.split(":", 3)

@@ -41,10 +41,11 @@ class CommitStatus(IntEnum):
     STALE_REVISION = 2
     HEARD_SINCE = 3
     WRONG_TYPE = 4
+    MISSING = 5
 
 
 class CommitOutcome(Struct, frozen=True, gc=False):
-    """`detail`: the session that was heard, or the key of a wrong type. `now_ms`: the server's clock."""
+    """`now_ms`: the server's clock. `detail`: the session that was heard, the key of a wrong type, the entry gone."""
 
     status: CommitStatus
     revision: int
@@ -95,6 +96,7 @@ class Batch:
         self._first: dict[str, Session | None] = {}
         self._last: dict[str, Session | None] = {}
         self._guards: list[Any] = []
+        self._sources: list[Any] = []
         self._fenced: list[Any] = []
         self._begins: list[Any] = []
         self._submissions: list[Any] = []
@@ -244,6 +246,7 @@ class Batch:
         argv: list[Any] = [token, revision, half_events_bytes, "".join(self._types)]
         for width, values in (
             (2, self._guards),
+            (1, self._sources),
             (1, self._fenced),
             (2, states),
             (1, forgets),
@@ -296,6 +299,8 @@ class Batch:
             traceparent=effect.traceparent,
         )
         queue = self._position(self._keys.submissions(effect.worker_id), "s")
+        if source.entry_id:
+            self._sources.append(source.entry_id)
         self._submissions += (queue, source.entry_id, encode(order), source.packed or b"")
 
     def _abort(self, session_id: str, incarnation: int, effect: e.Abort) -> None:

@@ -14,6 +14,7 @@ from control.store import keys
 from control.store.commits import Batch
 from control.store.keys import FIXED_TYPES, PartitionKeys
 from control.store.publishing import Published
+from control.wire.stage import AcceptedAck, encode
 from tests.servers import RealServer
 from tests.store.table import find_undocumented
 from tests.workers.control_bed import Bed, Caller, fence, local, make_pipeline, numbers, until
@@ -294,3 +295,28 @@ async def test_s54_what_names_a_session_is_answered_with_the_path_of_what_is_wro
             reply = await caller.call(body.pop("op"), control_id=f"case-{number}", **body)
             assert (reply["code"], about in reply["message"]) == (code, True), reply
         assert caller.lifecycle() == ["opened"]
+
+
+async def test_s55_an_append_that_was_deleted_by_hand_while_it_waited_is_noticed_and_nothing_stalls(
+    redis_url: str,
+) -> None:
+    async with Bed(redis_url, make_pipeline(partitions=1)) as bed:
+        worker = await bed.control("control-a")
+        ear = await bed.stage()
+        caller, other = bed.caller("Ada"), bed.caller("Bob")
+        for each in (caller, other):
+            await each.open()
+        ear.accepts = False
+        sent = [await caller.append() for _ in range(3)]
+        await until(lambda: worker._owned[0].partition.waiting == 2)
+        entries = await bed.redis.xrange(caller.keys.commands)
+        assert len(entries) == 2
+        await bed.redis.xdel(caller.keys.commands, entries[0][0])
+        ear.accepts = True
+        under_way = worker._owned[0].partition.find("Ada").append
+        await bed.redis.xadd(caller.keys.acks, {"b": encode(AcceptedAck("Ada", 0, under_way.number))})
+        assert (await caller.reply(sent[0]))["detail"]["seq"] == 1
+        assert (await caller.reply(sent[2]))["detail"]["seq"] == 2
+        assert worker.stats.missing_entries == 1
+        assert (await other.reply(await other.append()))["ok"]
+        assert sent[1] not in caller.replies()

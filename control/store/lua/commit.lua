@@ -9,6 +9,7 @@
 -- ARGV   1 token, 2 revision decided on, 3 half of an events stream's allowed bytes, 4 types of KEYS 14.. (a letter
 --        each: s stream, l list), then the sections, each a count and that many groups:
 --        guards      session, heard (ms)         refuse if an output was delivered after that
+--        sources     command id                  refuse if somebody has deleted it: its payload is gone (S55)
 --        fenced      worker                      lives that are over for this partition
 --        states      session, state              forgets     session
 --        fences      session, record             unfences    session
@@ -27,7 +28,7 @@
 -- returns { status, revision, server time in ms, detail }; the statuses are `CommitStatus` in commits.py
 -- Keeps I1, I4, I5, I6.
 
-local COMMITTED, LOST_OWNERSHIP, STALE_REVISION, HEARD_SINCE, WRONG_TYPE = 0, 1, 2, 3, 4
+local COMMITTED, LOST_OWNERSHIP, STALE_REVISION, HEARD_SINCE, WRONG_TYPE, MISSING = 0, 1, 2, 3, 4, 5
 local EVENTS_KEPT, ENDED_MS = 64, 300000
 local STRANGERS_KEPT, STRANGER_MS, STRANGER_EVENTS = 1000, 60000, 64
 local DEAD_KEPT, DEAD_BYTES = 10000, 4096
@@ -64,6 +65,16 @@ local guards, guards_to = section(2)
 for i = guards, guards_to, 2 do
   local heard = redis.call('HGET', KEYS[10], ARGV[i])
   if heard and tonumber(heard) > tonumber(ARGV[i + 1]) then return {HEARD_SINCE, revision, now_ms, ARGV[i]} end
+end
+local payloads = {}
+local sources, sources_to = section(1)
+for i = sources, sources_to do
+  local entry = redis.call('XRANGE', KEYS[2], ARGV[i], ARGV[i])[1]
+  if not entry then return {MISSING, revision, now_ms, ARGV[i]} end
+  payloads[ARGV[i]] = ''
+  for f = 1, #entry[2], 2 do
+    if entry[2][f] == 'p' then payloads[ARGV[i]] = entry[2][f + 1] end
+  end
 end
 local types = ARGV[4]
 for i = 1, #types do
@@ -106,16 +117,7 @@ end
 
 from, to = section(4)
 for i = from, to, 4 do
-  local payload = ARGV[i + 3]
-  if ARGV[i + 1] ~= '' then
-    payload = ''
-    local entry = redis.call('XRANGE', KEYS[2], ARGV[i + 1], ARGV[i + 1])[1]
-    local fields = entry and entry[2] or {}
-    for f = 1, #fields, 2 do
-      if fields[f] == 'p' then payload = fields[f + 1] end
-    end
-  end
-  redis.call('XADD', KEYS[tonumber(ARGV[i])], '*', 'b', ARGV[i + 2], 'p', payload)
+  redis.call('XADD', KEYS[tonumber(ARGV[i])], '*', 'b', ARGV[i + 2], 'p', payloads[ARGV[i + 1]] or ARGV[i + 3])
 end
 
 from, to = section(3)
