@@ -6,6 +6,8 @@ Responsible for refusing a server that would lose state silently, and for `barge
 
 from __future__ import annotations
 
+import asyncio
+import logging
 import re
 from typing import TYPE_CHECKING, Any, cast
 
@@ -20,7 +22,10 @@ if TYPE_CHECKING:
 
     from redis.asyncio import Redis
 
+log = logging.getLogger("bargein.server")
+
 OLDEST = (7, 0)
+LOADING_S = 0.2
 LAYOUT = 1
 
 
@@ -29,19 +34,17 @@ class Unusable(Exception):
 
 
 async def check_server(redis: Redis, url: str) -> dict[str, Any]:
-    """The server's INFO. Raises `Unusable`: out of reach, credentials refused, too old, or free to evict keys."""
+    """The server's INFO. Raises `Unusable`: out of reach, credentials refused, too old, or free to evict keys.
+
+    A server that is still reading its data answers nothing else yet; that is waited for, however long it takes (S53).
+    """
     where = _public(url)
-    try:
-        info: dict[str, Any] = await redis.info()
-    except (AuthenticationError, NoPermissionError) as error:
-        raise Unusable(f"Redis at {where} refuses the credentials: {error}. Check the user and password") from error
-    except ResponseError as error:
-        raise Unusable(f"Redis at {where} answers INFO with: {error}") from error
-    except LOST as error:
-        raise Unusable(
-            f"Redis at {where} can't be reached: {error}. Start it, or set BARGEIN_REDIS_URL; "
-            "`bargein up` brings one along"
-        ) from error
+    info = await _fetch_info(redis, where)
+    if info.get("loading"):
+        log.warning("Redis at %s is still loading its data; waiting", where)
+    while info.get("loading"):
+        await asyncio.sleep(LOADING_S)
+        info = await _fetch_info(redis, where)
     version = str(info.get("redis_version", "0"))
     numbers = [int(digits) for digits in re.findall(r"\d+", version)[:2]]
     if tuple(numbers) < OLDEST:
@@ -53,6 +56,20 @@ async def check_server(redis: Redis, url: str) -> dict[str, Any]:
             "vanish. Set it: CONFIG SET maxmemory-policy noeviction"
         )
     return info
+
+
+async def _fetch_info(redis: Redis, where: str) -> dict[str, Any]:
+    try:
+        return await redis.info()
+    except (AuthenticationError, NoPermissionError) as error:
+        raise Unusable(f"Redis at {where} refuses the credentials: {error}. Check the user and password") from error
+    except ResponseError as error:
+        raise Unusable(f"Redis at {where} answers INFO with: {error}") from error
+    except LOST as error:
+        raise Unusable(
+            f"Redis at {where} can't be reached: {error}. Start it, or set BARGEIN_REDIS_URL; "
+            "`bargein up` brings one along"
+        ) from error
 
 
 async def agree_on_config(redis: Redis, partitions: int) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import AsyncIterator
 from typing import Any, cast
 
@@ -128,3 +129,17 @@ async def test_s77_a_full_server_whose_config_is_written_lets_a_process_start(re
         await agree_on_config(real_store.redis, 16)
     finally:
         await real_store.redis.config_set("maxmemory", 0)
+
+
+async def test_s53_a_server_that_is_still_loading_is_waited_for() -> None:
+    class Loading(Informant):
+        asked = 0
+
+        async def info(self) -> dict[str, Any]:
+            self.asked += 1
+            return {**self._info, "loading": 1 if self.asked < 3 else 0}
+
+    server = Loading(redis_version="7.2.0", maxmemory_policy="noeviction")
+    async with asyncio.timeout(10):
+        info = await check_server(cast("Redis", server), "redis://somewhere")
+    assert (info["loading"], server.asked) == (0, 3)
