@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 
 import msgspec
 from msgspec import Struct
-from redis.exceptions import ResponseError
+from redis.exceptions import NoPermissionError, ResponseError
 
 from control.core.requests import RequestPhase
 from control.core.session import Phase, Session
@@ -384,7 +384,10 @@ def _stage_row(
 
 
 async def _ask(redis: Redis, calls: Sequence[tuple[Any, ...]]) -> list[Any]:
-    """Read-only commands in one round trip. One that the server refuses, because of what is stored, gives None."""
+    """Read-only commands in one round trip. One that the server refuses, because of what is stored, gives None.
+
+    One that this user may not give raises `NoPermissionError`: nothing found would be a lie.
+    """
     if not calls:
         return []
     async with redis.pipeline(transaction=False) as pipe:
@@ -392,7 +395,9 @@ async def _ask(redis: Redis, calls: Sequence[tuple[Any, ...]]) -> list[Any]:
             pipe.execute_command(*call)
         answers = await pipe.execute(raise_on_error=False)
     for answer in answers:
-        if isinstance(answer, Exception) and not isinstance(answer, ResponseError):
+        if isinstance(answer, NoPermissionError) or (
+            isinstance(answer, Exception) and not isinstance(answer, ResponseError)
+        ):
             raise answer
     return [None if isinstance(answer, ResponseError) else answer for answer in answers]
 

@@ -95,9 +95,10 @@ async def agree_on_config(redis: Redis, partitions: int) -> None:
 
 
 def _public(url: str) -> str:
-    """The address without the credentials."""
-    scheme, _, rest = url.rpartition("://")
-    return f"{scheme}://{rest.rpartition('@')[2]}" if scheme else rest.rpartition("@")[2]
+    """The address without credentials and options, which may hold a password as well."""
+    scheme, _, rest = url.partition("?")[0].rpartition("://")
+    address = rest.rpartition("@")[2]
+    return f"{scheme}://{address}" if scheme else address
 
 
 def _texts(found: dict[Any, Any]) -> dict[str, str]:

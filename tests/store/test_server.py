@@ -143,3 +143,19 @@ async def test_s53_a_server_that_is_still_loading_is_waited_for() -> None:
     async with asyncio.timeout(10):
         info = await check_server(cast("Redis", server), "redis://somewhere")
     assert (info["loading"], server.asked) == (0, 3)
+
+
+@pytest.mark.parametrize(
+    "url",
+    [
+        "redis://user:sekret@127.0.0.1:1/0",
+        "redis://127.0.0.1:1/0?password=sekret",
+        "redis://:sekret@127.0.0.1:1/0?password=sekret&username=x",
+    ],
+)
+async def test_no_password_is_in_what_is_said_about_a_server(url: str) -> None:
+    async with Redis.from_url(url) as redis:
+        with pytest.raises(Unusable) as refused:
+            await check_server(redis, url)
+    assert "sekret" not in str(refused.value)
+    assert "redis://127.0.0.1:1/0" in str(refused.value)

@@ -14,11 +14,12 @@ import json
 import sys
 import time
 import uuid
-from contextlib import nullcontext
+from contextlib import nullcontext, suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, cast
 
 import typer
+from redis.exceptions import NoPermissionError
 
 from control.core.commands import CANCEL_EVENTS
 from control.core.session import Phase, Session
@@ -106,7 +107,10 @@ async def _send_one(
     """The reply, or None."""
     session_id = str(command["session_id"])
     listener = Listener(redis, session_id, partitions)
-    fill(command, await fetch_session(redis, session_id, listener.partition))
+    known = None
+    with suppress(NoPermissionError):  # a producer may not look; it names the fence itself
+        known = await fetch_session(redis, session_id, listener.partition)
+    fill(command, known)
     await listener.skip()
     fields: dict[Any, Any] = {"b": json.dumps(command, ensure_ascii=False).encode("utf-8", "surrogatepass")}
     if payload is not None:
