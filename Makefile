@@ -72,6 +72,10 @@ format: env ## put the sources into the house format, fix what lint can fix
 conformance: env ## recorded traces against core and system: TRACES=FILE, more than the shipped ones
 	@$(BIN)/python -m tests.conformance.run $(TRACES) $(ARGS)
 
+.PHONY: chaos
+chaos: env ## a minute of killed, stopped and cut-off processes; a history checker decides: ARGS="--seconds 300"
+	@$(BIN)/python -m tests.chaos $(ARGS)
+
 .PHONY: bench
 bench: env ## speed, as ratios in one run on this machine
 	@$(BIN)/python -m bench $(ARGS)

@@ -69,9 +69,11 @@ class SlotDesk:
             try:
                 await self._do_some(chores)
             except (*LOST, RedisError) as error:
-                # Each is asked for again at its session's next deadline.
+                # Taking and freeing may be repeated. Whatever is lost here, too, its session's next deadline asks for.
                 log.warning("placement: %s; trying again", error)
                 await asyncio.sleep(RETRY_S)
+                for chore in chores:
+                    self._chores.put_nowait(chore)
 
     async def _do_some(self, chores: list[Chore]) -> None:
         calls: list[Any] = []

@@ -1,0 +1,1 @@
+"""Chaos: the real processes on a real server under faults, and a judge of what their clients saw: `make chaos`."""
