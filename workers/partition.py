@@ -175,10 +175,6 @@ class Partition:
             heapq.heappop(self._due)
         return self._due[0][0] if self._due else None
 
-    def due_items(self) -> list[tuple[str, int]]:
-        """Every session that has a due time, with it."""
-        return list(self._due_ms.items())
-
     def pop_due(self, now_ms: int, most: int) -> list[str]:
         """Up to `most` sessions whose time has come. Each must then be given `look`."""
         due: list[str] = []

@@ -499,7 +499,9 @@ def test_pop_due_gives_the_earliest_first_and_no_more_than_asked_for() -> None:
     assert bench.partition.pop_due(50, 2) == ["a", "b"]
     assert bench.partition.pop_due(50, 2) == ["c"]
     assert bench.partition.pop_due(50, 2) == []
-    assert bench.partition.due_items() == [("late", 99)]
+    assert bench.partition.next_due_ms() == 99
+    assert bench.partition.pop_due(99, 10) == ["late"]
+    assert bench.partition.next_due_ms() is None
 
 
 def test_a_stored_deadline_of_a_session_that_is_gone_is_removed() -> None:
