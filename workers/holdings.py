@@ -89,7 +89,7 @@ class Holdings:
     def take(self, claim: Claim) -> Owned:
         """Hold a partition, knowing nothing of it but when its sessions are due."""
         partition = self.begin(claim)
-        partition.index(claim.deadlines)
+        partition.index(claim.deadlines, self.clock.now_ms())
         owned = self.owned[claim.partition] = Owned(claim, partition, claim.revision, self.clock.monotonic_ms())
         owned.caution = claim.caution
         return owned

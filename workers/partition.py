@@ -81,6 +81,7 @@ class Partition:
         self._known: dict[str, Known] = {}
         self._due_ms: dict[str, int] = {}
         self._due: list[tuple[int, str]] = []
+        self._anew: set[str] = set()
         self._batch = Batch(keys)
         self._replied: set[str] = set()
         self._reopening: list[str] = []
@@ -88,10 +89,17 @@ class Partition:
 
     # ---- what is known
 
-    def index(self, deadlines: Iterable[tuple[str, int]]) -> None:
-        """At a takeover: when each session is due (ms), as stored."""
+    def index(self, deadlines: Iterable[tuple[str, int]], now_ms: int) -> None:
+        """At a takeover: when each session is due (ms), as stored.
+
+        Placements and debts that were under way stop with their owner. All of them are due within their retry time, so
+        the sessions that are due so soon are looked at now instead of then.
+        """
+        soon_ms = now_ms + self._settings.placement_retry_ms
         for session_id, due_ms in deadlines:
-            self._arm(session_id, due_ms)
+            if due_ms <= soon_ms:
+                self._anew.add(session_id)
+            self._arm(session_id, min(due_ms, now_ms) if due_ms <= soon_ms else due_ms)
 
     def is_known(self, session_id: str) -> bool:
         """Whether the session was loaded, be it as nothing."""
@@ -190,7 +198,8 @@ class Partition:
     def look(self, session_id: str, output_ms: int, now_ms: int, *, may_expire: bool) -> None:
         """Time has come for a session. `output_ms`: its last delivered output, 0 if none."""
         known = self._known[session_id]
-        event = c.Due(output_ms, may_expire)
+        event = c.Due(output_ms, may_expire, anew=session_id in self._anew)
+        self._anew.discard(session_id)
         self._apply(known, session_id, self._decide(known, session_id, event, now_ms), looked=True)
         self._resume(known, now_ms)
         due_ms = self._due_ms.get(session_id)

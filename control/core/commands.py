@@ -200,11 +200,13 @@ class Due(Struct, frozen=True, gc=False):
     """A deadline may have passed. `output_ms`: the last delivered output, 0 if none.
 
     `may_expire` is false until the backlog was read to its end and the clock has settled; work that is owed
-    (a placement, a debt, the retry of a cleanup) goes on all the same.
+    (a placement, a debt, the retry of a cleanup) goes on all the same. `anew`: the partition was taken over or read
+    again since, so nobody may be placing or paying any more; what is owed of that kind is asked for at once.
     """
 
     output_ms: int = 0
     may_expire: bool = True
+    anew: bool = False
 
 
 class RetryNow(Struct, frozen=True, gc=False):

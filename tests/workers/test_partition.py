@@ -495,18 +495,51 @@ def test_an_output_keeps_an_idle_session_alive_and_guards_its_end() -> None:
 
 def test_pop_due_gives_the_earliest_first_and_no_more_than_asked_for() -> None:
     bench = Bench()
-    bench.partition.index([("c", 30), ("a", 10), ("b", 20), ("late", 99)])
-    assert bench.partition.pop_due(50, 2) == ["a", "b"]
-    assert bench.partition.pop_due(50, 2) == ["c"]
-    assert bench.partition.pop_due(50, 2) == []
-    assert bench.partition.next_due_ms() == 99
-    assert bench.partition.pop_due(99, 10) == ["late"]
+    bench.partition.index([("c", 3_030), ("a", 3_010), ("b", 3_020), ("late", 3_099)], 0)
+    assert bench.partition.pop_due(3_050, 2) == ["a", "b"]
+    assert bench.partition.pop_due(3_050, 2) == ["c"]
+    assert bench.partition.pop_due(3_050, 2) == []
+    assert bench.partition.next_due_ms() == 3_099
+    assert bench.partition.pop_due(3_099, 10) == ["late"]
     assert bench.partition.next_due_ms() is None
+
+
+def test_a_placement_that_a_former_owner_had_under_way_is_asked_for_at_once() -> None:
+    bench = Bench()
+    bench.open()
+    former, due_ms = bench.session, bench.partition.next_due_ms()
+    assert due_ms is not None
+    heir = Bench(now_ms=bench.now_ms + 50)
+    heir.partition.index([(SID, due_ms), ("idle", heir.now_ms + 300_000)], heir.now_ms)
+    assert heir.partition.pop_due(heir.now_ms, 10) == [SID], "those that are due much later can't be placing"
+    heir.partition.learn(SID, former, [])
+    heir.partition.look(SID, 0, heir.now_ms, may_expire=False)
+    assert [after[2] for after in heir.commit().after] == [e.Place(1, (EAR,))]
+    # Only the first look is anew: the next one waits for the retry time.
+    heir.now_ms += 100
+    heir.partition.look(SID, 0, heir.now_ms, may_expire=False)
+    assert heir.commit().after == []
+
+
+def test_slots_that_a_former_owner_was_giving_back_are_asked_for_at_once() -> None:
+    bench = Bench(policy=False, limit=True)
+    bench.open()
+    bench.partition.tell(SID, c.Placed(0, 1), bench.now_ms)
+    bench.send(c.Close, reason="client_close")
+    former, due_ms = bench.session, bench.partition.next_due_ms()
+    assert former.debts, "the slot is owed"
+    assert due_ms is not None
+    heir = Bench(policy=False, limit=True, now_ms=bench.now_ms + 50)
+    heir.partition.index([(SID, due_ms)], heir.now_ms)
+    assert heir.partition.pop_due(heir.now_ms, 10) == [SID]
+    heir.partition.learn(SID, former, [])
+    heir.partition.look(SID, 0, heir.now_ms, may_expire=False)
+    assert [after[2] for after in heir.commit().after] == [e.Pay(former.debts)]
 
 
 def test_a_stored_deadline_of_a_session_that_is_gone_is_removed() -> None:
     bench = Bench()
-    bench.partition.index([("ghost", 10)])
+    bench.partition.index([("ghost", 10)], 0)
     assert bench.partition.pop_due(50, 1) == ["ghost"]
     bench.partition.learn("ghost", None, [])
     bench.partition.look("ghost", 0, 50, may_expire=True)
@@ -611,7 +644,7 @@ def test_a_poisoned_session_ends_with_one_terminal_event_and_answers_those_who_w
 
 def test_a_session_that_cannot_be_read_goes_with_the_next_commit_and_its_id_is_free() -> None:
     bench = Bench(policy=False)
-    bench.partition.index([(SID, 5)])
+    bench.partition.index([(SID, 5)], 0)
     bench.partition.learn_unreadable(SID)
     touch = bench.send(c.Touch, activity="heartbeat")
     again = bench.open(1)

@@ -116,7 +116,7 @@ def look_at_clock(scene: Scene, session: Session, event: Due) -> Decision:
 
     While closing only the middle two are left; the lease is terminal then.
     """
-    session, effects = ask_debts(scene, session)
+    session, effects = ask_debts(scene, session, event)
     now_ms = scene.now_ms
     if event.may_expire and session.append is not None and session.append.deadline_ms <= now_ms:
         session, effects = give_up_append(scene, session, session.append)

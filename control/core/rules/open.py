@@ -124,11 +124,11 @@ def leave_lost_route(scene: Scene, session: Session, event: StageLost) -> Decisi
     return _choose_again(scene, session, event.worker_id)
 
 
-def retry_placement(scene: Scene, session: Session, event: Due) -> Decision:  # noqa: ARG001
+def retry_placement(scene: Scene, session: Session, event: Due) -> Decision:
     """No word from placement for a while, or a new owner has taken over: ask again, it is idempotent."""
-    session, pay = ask_debts(scene, session)
+    session, pay = ask_debts(scene, session, event)
     opening = session.opening
-    if opening is None or opening.retry_at_ms > scene.now_ms:
+    if opening is None or (opening.retry_at_ms > scene.now_ms and not event.anew):
         return Decision(session, pay)
     again = replace(opening, retry_at_ms=scene.now_ms + scene.settings.placement_retry_ms)
     return Decision(replace(session, opening=again), (*pay, Place(opening.attempt, session.holders)))
@@ -165,11 +165,11 @@ def note_debt_paid(scene: Scene, session: Session, event: DebtPaid) -> Decision:
     return Decision(replace(session, debts=debts))
 
 
-def keep_vacant(scene: Scene, session: Session, event: Due) -> Decision:  # noqa: ARG001
+def keep_vacant(scene: Scene, session: Session, event: Due) -> Decision:
     """Ask again for slots that were not given back; forget a tombstone once its hour is over."""
     if not session.debts and session.is_forgettable(scene.now_ms):
         return Decision(None)
-    return Decision(*ask_debts(scene, session))
+    return Decision(*ask_debts(scene, session, event))
 
 
 def _opened(scene: Scene, session: Session) -> Decision:

@@ -24,7 +24,7 @@ from control.core.rules.configure import configure
 from control.core.session import FLOOR_CLOSED, Debt, Ended, Phase, Session, vacant
 
 if TYPE_CHECKING:
-    from control.core.commands import Cleaned, CleanupFailed, RetryNow, StageLost
+    from control.core.commands import Cleaned, CleanupFailed, Due, RetryNow, StageLost
     from control.core.scene import Scene
 
 # A rule that changes part of a session returns the session and what has to be done so far.
@@ -202,9 +202,9 @@ def leave(scene: Scene, session: Session, ended: Ended | None) -> Session:
     return vacant(debts=debts, ended=ended)
 
 
-def ask_debts(scene: Scene, session: Session) -> Step:
+def ask_debts(scene: Scene, session: Session, event: Due) -> Step:
     """Ask again for the slots that were not given back, whatever the session does meanwhile."""
-    due = tuple(debt for debt in session.debts if debt.retry_at_ms <= scene.now_ms)
+    due = tuple(debt for debt in session.debts if event.anew or debt.retry_at_ms <= scene.now_ms)
     if not due:
         return session, ()
     retry_at_ms = scene.now_ms + scene.settings.placement_retry_ms
