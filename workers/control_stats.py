@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 @dataclass(slots=True)
 class ControlStats:
-    """Counters since the start; `last_turn_ms` is monotonic time, the loop's last sign of life (S60)."""
+    """Counters since the start."""
 
     commands: int = 0
     acks: int = 0
@@ -16,4 +16,3 @@ class ControlStats:
     dead_letters: int = 0
     missing_entries: int = 0
     reconnects: int = 0
-    last_turn_ms: float = 0.0

@@ -27,6 +27,7 @@ from control.store.commits import (
     decode_session,
     read_outcome,
 )
+from control.store.link import is_of_the_script
 from control.store.mending import load_deadlines, mend
 from control.store.scripts import script
 from workers.caution import Caution
@@ -229,8 +230,7 @@ class Holdings:
             await self.writer.call("SCRIPT", "LOAD", script("commit").text)
             await self.reload(owned)
             return
-        if "script:" not in str(error):
-            # The server runs no script at all now: it is a replica, is loading, can't save. Not this batch's fault.
+        if not is_of_the_script(error):
             raise error
         log.error("partition %d: the commit failed: %s", number, error)
         mended = await mend(self.writer, owned.partition.keys)

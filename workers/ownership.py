@@ -1,11 +1,12 @@
 """Which partitions this control worker owns: sharing out, taking, renewing, handing over.
 
-Responsible for the leases and for telling the main loop what it gained and what it must give up. Leaves the commits to
-`control.py`: a partition is handed over only between two of them. Talks to Redis on connections of its own. Keeps I6
+Responsible for the leases and for telling the owners what they gained and what they must give up. Leaves the commits to
+`owner.py`: a partition is handed over only between two of them. Talks to Redis on connections of its own. Keeps I6
 together with the commit's token check: losing a lease late can delay a partition, never give it two writers.
 
 Everybody computes the same owner for a partition from the same members (rendezvous hashing), so there is no leader.
-A leaving or joining worker wakes the others through a stream of hints.
+A leaving or joining worker wakes the others through a stream of hints. On a cluster the leases are on several nodes;
+each is asked on a connection of its own, so that a node that is away takes no other's leases with it.
 """
 
 from __future__ import annotations
@@ -15,23 +16,24 @@ import logging
 import secrets
 from dataclasses import dataclass, field
 from hashlib import blake2b
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from redis.exceptions import RedisError, ResponseError
 
 from control.store import keys
+from control.store.access import example_key
 from control.store.commits import ACKS_KEY, COMMANDS_KEY
 from control.store.keys import PartitionKeys
-from control.store.link import LOST, Link
+from control.store.link import LOST, is_of_the_script
 from control.store.mending import load_deadlines, mend
 from control.store.scripts import script
 from workers.caution import Caution
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable
+    from collections.abc import Awaitable, Callable, Iterable, Sequence, Set
 
-    from redis.asyncio import ConnectionPool
-
+    from control.store.access import Access
+    from control.store.link import Link
     from workers.clock import ServerClock
 
 log = logging.getLogger("bargein.ownership")
@@ -56,20 +58,36 @@ class Claim:
         return int(self.token.partition(":")[0])
 
 
+def _name(numbers: Sequence[int]) -> str:
+    return f"partition {numbers[0]}" if len(numbers) == 1 else f"partitions {numbers[0]} to {numbers[-1]}"
+
+
 def rendezvous(partition: int, members: Iterable[str]) -> str | None:
     """The member that should own a partition: the highest hash of both names."""
     return max(members, key=lambda m: (blake2b(f"{partition}/{m}".encode(), digest_size=8).digest(), m), default=None)
 
 
 @dataclass(slots=True)
-class Ownership:
-    """The leases of one control worker. `wake` is called when there is something for the main loop."""
+class _Group:
+    """Partitions whose leases are asked for on one connection, and the clock of their server."""
 
-    pool: ConnectionPool
+    numbers: tuple[int, ...]
+    link: Link
+    clock: ServerClock
+
+
+@dataclass(slots=True)
+class Ownership:
+    """The leases of one control worker. `wake` is called when there is something for an owner.
+
+    `clocks`: one for each of the access' groups, in their order; a server's clock is learnt from what it answers.
+    """
+
+    access: Access
     worker_id: str
     partitions: int
     lease_ms: int
-    clock: ServerClock
+    clocks: Sequence[ServerClock]
     wake: Callable[[], None]
     members: list[str] = field(default_factory=list)
     held: dict[int, str] = field(default_factory=dict)  # partition -> token
@@ -80,12 +98,20 @@ class Ownership:
     handovers: int = 0
     _link: Link = field(init=False)
     _hints: Link = field(init=False)
+    _groups: list[_Group] = field(init=False)
     _leaving: bool = field(default=False, init=False)
     _round_lock: asyncio.Lock = field(default_factory=asyncio.Lock, init=False)
 
     def __post_init__(self) -> None:
-        self._link = Link(self.pool)
-        self._hints = Link(self.pool)
+        self._link = self.access.link(keys.CONTROLS)
+        self._hints = self.access.link(keys.OWNERSHIP)
+        groups = self.access.groups(self.partitions)
+        # A node that hangs may cost the others' leases a part of their time only.
+        patience_s = self.lease_ms / 3000
+        self._groups = [
+            _Group(numbers, self.access.link(example_key(numbers), patience_s), clock)
+            for numbers, clock in zip(groups, self.clocks, strict=True)
+        ]
 
     async def run(self) -> None:
         """Share out and renew until cancelled."""
@@ -105,15 +131,18 @@ class Ownership:
                     last_hint = answer[0][1][-1][0].decode()
             except LOST as error:
                 log.warning("ownership: no connection (%s); trying again", error)
-                self.clock.unsettle()
                 await asyncio.sleep(0.2)
             except RedisError as error:
                 log.warning("ownership: %s; trying again", error)
                 await asyncio.sleep(0.5)
 
-    async def hint(self, link: Link) -> None:
-        """Wake the other workers: ownership may move now."""
-        await link.call("XADD", keys.OWNERSHIP, "MAXLEN", HINTS_KEPT, "*", "from", self.worker_id)
+    async def hint(self) -> None:
+        """Wake the other workers: ownership may move now. Without it they see it a moment later."""
+        fields: dict[Any, Any] = {"from": self.worker_id}
+        try:
+            await self.access.redis.xadd(keys.OWNERSHIP, fields, maxlen=HINTS_KEPT, approximate=False)
+        except (*LOST, RedisError) as error:
+            log.info("the others could not be told that ownership moves: %s", error)
 
     async def leave(self) -> None:
         """Stop being a member, so that nobody hands us anything any more."""
@@ -124,8 +153,26 @@ class Ownership:
 
     async def close(self) -> None:
         """Close the connections."""
-        await self._link.close()
-        await self._hints.close()
+        for link in (self._link, self._hints, *(group.link for group in self._groups)):
+            await link.close()
+
+    # ---- what the owners take
+
+    def has_news(self, numbers: Set[int]) -> bool:
+        """Whether something of these partitions was gained, lost, or is wanted by somebody else."""
+        return not numbers.isdisjoint(self.lost | self.unwanted) or any(c.partition in numbers for c in self.gained)
+
+    def take_lost(self, numbers: Set[int]) -> set[int]:
+        """Those of these partitions whose lease was lost since."""
+        taken = self.lost & numbers
+        self.lost -= taken
+        return taken
+
+    def take_gained(self, numbers: Set[int]) -> list[Claim]:
+        """The claims on these partitions since."""
+        taken = [claim for claim in self.gained if claim.partition in numbers]
+        self.gained = [claim for claim in self.gained if claim.partition not in numbers]
+        return taken
 
     def _is_mine(self, partition: int) -> bool:
         return not self._leaving and rendezvous(partition, self.members) == self.worker_id
@@ -133,26 +180,36 @@ class Ownership:
     async def _round(self) -> None:
         if self._leaving:
             return
+        # Before anything else: what is held must not wait for a server that only knows who else is there.
+        await asyncio.gather(*(self._keep(group, self._renew) for group in self._groups))
         answer = await self._link.run("join", [keys.CONTROLS], [self.worker_id, self.lease_ms])
-        self.clock.learn(answer[0])
         members = sorted(name.decode() for name in answer[1:])
         if self.worker_id not in self.members and members != self.members:
-            await self.hint(self._link)
+            await self.hint()
         self.members = members
-        await self._renew()
-        for partition in range(self.partitions):
+        await asyncio.gather(*(self._keep(group, self._share) for group in self._groups))
+        if self.gained or self.unwanted or self.lost:
+            self.wake()
+
+    async def _keep(self, group: _Group, what: Callable[[_Group], Awaitable[None]]) -> None:
+        try:
+            await what(group)
+        except (*LOST, RedisError) as error:
+            log.warning("the leases of %s: %s; trying again", _name(group.numbers), error)
+            group.clock.unsettle()
+
+    async def _share(self, group: _Group) -> None:
+        for partition in group.numbers:
             mine = self._is_mine(partition)
             if mine and partition not in self.held:
                 try:
-                    await self._acquire(partition)
+                    await self._acquire(group, partition)
                 except ResponseError as error:
                     # One broken key must not keep the other partitions waiting (I11).
                     log.warning("partition %d can't be taken: %s", partition, error)
-                    await mend(self._link, PartitionKeys(partition))
+                    await mend(group.link, PartitionKeys(partition))
             elif not mine and partition in self.held:
                 self.unwanted.add(partition)
-        if self.gained or self.unwanted or self.lost:
-            self.wake()
 
     def drop(self, partition: int, token: str) -> bool:
         """Give a lease up, if it is still this one; it may have been taken anew meanwhile."""
@@ -161,35 +218,39 @@ class Ownership:
         del self.held[partition]
         return True
 
-    async def _renew(self) -> None:
-        held = list(self.held.items())
+    async def _renew(self, group: _Group) -> None:
+        held = [(partition, self.held[partition]) for partition in group.numbers if partition in self.held]
         if not held:
             return
         renew = script("renew")
         calls = [(renew, [PartitionKeys(p).owner], [token, self.lease_ms]) for p, token in held]
-        for (partition, token), answer in zip(held, await self._link.try_run_all(calls), strict=True):
+        for (partition, token), answer in zip(held, await group.link.try_run_all(calls), strict=True):
             if isinstance(answer, int) and answer > 0:
+                group.clock.learn(answer)
                 continue
+            if isinstance(answer, RedisError) and not is_of_the_script(answer):
+                raise answer
             log.warning("partition %d is not ours any more (%s)", partition, answer or "somebody else has it")
             if self.drop(partition, token):
                 self.lost.add(partition)
 
-    async def _acquire(self, partition: int) -> None:
-        known = PartitionKeys(partition)
-        answer = await self._link.run("acquire", [known.owner], [self.worker_id, self.lease_ms, secrets.token_hex(4)])
+    async def _acquire(self, group: _Group, partition: int) -> None:
+        known, link = PartitionKeys(partition), group.link
+        answer = await link.run("acquire", [known.owner], [self.worker_id, self.lease_ms, secrets.token_hex(4)])
+        group.clock.learn(answer[3])
         if answer[0] != 1:
             return
         token = answer[1].decode()
-        deadlines = await load_deadlines(self._link, known)
+        deadlines = await load_deadlines(link, known)
         self.held[partition] = token
         self.takeovers += answer[4]
-        caution = await self._find_caution(known, answer[5].decode(), answer[6]) if answer[4] else Caution()
+        caution = await self._find_caution(link, known, answer[5].decode(), answer[6]) if answer[4] else Caution()
         self.gained.append(Claim(partition, token, answer[2], bool(answer[4]), deadlines, caution))
         log.info("partition %d taken%s", partition, " over from a worker that is gone" if answer[4] else "")
 
-    async def _find_caution(self, known: PartitionKeys, suspect: str, crashes: int) -> Caution:
+    async def _find_caution(self, link: Link, known: PartitionKeys, suspect: str, crashes: int) -> Caution:
         """How far the backlog of an owner that died reaches."""
         streams = {COMMANDS_KEY: known.commands, ACKS_KEY: known.acks}
-        last = await self._link.call_all([("XREVRANGE", name, "+", "-", "COUNT", 1) for name in streams.values()])
+        last = await link.call_all([("XREVRANGE", name, "+", "-", "COUNT", 1) for name in streams.values()])
         backlog = {stream: found[0][0].decode() for stream, found in zip(streams, last, strict=True) if found}
         return Caution(backlog, suspect, crashes)

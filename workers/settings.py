@@ -14,13 +14,12 @@ import difflib
 import os
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Literal, Self
-from urllib.parse import quote, urlsplit, urlunsplit
+from urllib.parse import parse_qs, quote, urlsplit, urlunsplit
 
 from pydantic import Field, SecretStr, ValidationError, field_validator
 from pydantic_settings import BaseSettings, SettingsConfigDict
-from redis.asyncio import ConnectionPool
-from redis.asyncio.connection import parse_url
 
+from control.store.access import SCHEMES, open_access
 from stages.pipeline import SHIPPED, Pipeline, PipelineError, load_pipeline
 
 if TYPE_CHECKING:
@@ -36,7 +35,7 @@ PACKAGED_PIPELINE = Path(__file__).resolve().parent / "cli" / PIPELINE_NAME
 
 # What answers look like: the code reads them in one form.
 _FIXED = frozenset({"decode_responses", "encoding", "encoding_errors", "protocol"})
-_SCHEMES = ("redis://", "rediss://", "unix://")
+_SCHEMES = tuple(f"{scheme}://" for scheme in SCHEMES)
 # Kubernetes puts the addresses of services called bargein-* into every pod's environment.
 _NOT_OURS = ("_SERVICE_HOST", "_SERVICE_PORT", "_PORT", "_TCP", "_ADDR", "_PROTO")
 
@@ -84,9 +83,8 @@ class Settings(BaseSettings):
         if not url.startswith(_SCHEMES):
             raise ValueError(f"must begin with {', '.join(_SCHEMES)}; a plain one is {DEFAULT_URL}")
         try:
-            urlsplit(url).port  # noqa: B018  asking for it checks it
-            ConnectionPool.from_url(url).make_connection()  # connects to nothing, but looks at every option
-            for option in _FIXED.intersection(parse_url(url)):
+            open_access(url).pool.make_connection()  # connects to nothing, but looks at every option
+            for option in _FIXED.intersection(parse_qs(urlsplit(url).query)):
                 raise ValueError(f"the option {option} is not open to choice")
         except (TypeError, ValueError) as error:
             # Their messages name the option, never the URL.

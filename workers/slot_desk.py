@@ -41,14 +41,14 @@ class Chore:
 
 @dataclass(slots=True)
 class SlotDesk:
-    """`is_ours` says whether a claim is still this worker's, `tell` brings events to a session of the partition."""
+    """`is_ours` says whether a claim is still this worker's, `tell` brings events to a session of a partition."""
 
     link: Link
     directory: Directory
     max_sessions: int | None
     most: int
     is_ours: Callable[[Claim], bool]
-    tell: Callable[[Claim, str, Iterable[c.Event]], None]
+    tell: Callable[[int, str, Iterable[c.Event]], None]
     _chores: asyncio.Queue[Chore] = field(default_factory=asyncio.Queue[Chore], init=False)
 
     @property
@@ -116,7 +116,7 @@ class SlotDesk:
                 events += [c.DebtPaid(debt.incarnation, debt.holder) for debt in paid]
                 for debt in paid:
                     self.directory.note_freed(debt.holder)
-            self.tell(chore.claim, chore.session_id, events)
+            self.tell(chore.claim.partition, chore.session_id, events)
 
 
 def _slot(answer: Any) -> Slot | None:

@@ -16,11 +16,11 @@ import logging
 import secrets
 from typing import TYPE_CHECKING, Any
 
-from redis.asyncio import Redis
 from redis.exceptions import RedisError
 
 from control.store import lives
-from control.store.link import LOST, make_pool
+from control.store.access import open_access
+from control.store.link import LOST
 from control.store.server import agree_on_config, check_server
 from stages.engine import load_engine
 from stages.policy import load_adapter, load_policy
@@ -32,8 +32,7 @@ from workers.stage_stats import StageStats
 if TYPE_CHECKING:
     from collections.abc import Callable, Coroutine, Iterable
 
-    from redis.asyncio import ConnectionPool
-
+    from control.store.access import Access
     from stages.engine import Engine, Output
     from stages.pipeline import Pipeline
     from stages.policy import Adapter, ModelPolicy
@@ -153,15 +152,14 @@ class StageWorker:
 
     async def run(self) -> None:
         """Live until `stop`. Raises what the header names."""
-        pool = make_pool(self._url, timeout_s=CONNECTION_TIMEOUT_S, name=f"bargein-{self._setup.stage.name}")
-        redis = Redis(connection_pool=pool)
+        access = open_access(self._url, timeout_s=CONNECTION_TIMEOUT_S, name=f"bargein-{self._setup.stage.name}")
         backoff = Backoff(*_RESTART_S)
         try:
-            await check_server(redis, self._url)
-            await agree_on_config(redis, self._setup.pipeline.partitions)
+            await check_server(access.redis, self._url)
+            await agree_on_config(access.redis, self._setup.pipeline.partitions)
             while not self._leaving.is_set():
                 begun_s = asyncio.get_running_loop().time()
-                ending = await self._live_once(redis, pool)
+                ending = await self._live_once(access)
                 if ending.kind is EndKind.LEFT:
                     break
                 if asyncio.get_running_loop().time() - begun_s > _PROVEN_S or ending.kind is EndKind.FENCED:
@@ -173,7 +171,7 @@ class StageWorker:
                 await self._pause(pause_s)
         finally:
             await self._drop_engine()
-            await redis.aclose(close_connection_pool=True)
+            await access.close()
             self._ended.set()
 
     def request_stop(self, grace_s: float = GRACE_S) -> None:
@@ -186,7 +184,7 @@ class StageWorker:
         self.request_stop(grace_s)
         await self._ended.wait()
 
-    async def _live_once(self, redis: Redis, pool: ConnectionPool) -> Ending:
+    async def _live_once(self, access: Access) -> Ending:
         """Begin a life and see it to its end."""
         engine = await self._require_engine()
         if engine is None:
@@ -198,11 +196,11 @@ class StageWorker:
         )
         try:
             # Again in each life: a server that has lost everything has lost this, too (S50).
-            await agree_on_config(redis, self._setup.pipeline.partitions)
-            await lives.register_life(redis, worker_id, entry)
+            await agree_on_config(access.redis, self._setup.pipeline.partitions)
+            await lives.register_life(access.redis, worker_id, entry)
         except (RedisError, *LOST) as error:
             return Ending(EndKind.BROKEN, f"it can't be registered: {error}")
-        life = self._life = self._port.life = StageLife(worker_id, self._setup, engine, pool, redis)
+        life = self._life = self._port.life = StageLife(worker_id, self._setup, engine, access)
         if self._port.death is not None:
             life.died(self._port.death)
         self._living.set()
@@ -213,7 +211,7 @@ class StageWorker:
         finally:
             leave.cancel()
             self._life = self._port.life = None
-        await self._bury(life, ending, redis, engine)
+        await self._bury(life, ending, access, engine)
         return ending
 
     async def _leave_when_asked(self, life: StageLife) -> None:
@@ -221,14 +219,14 @@ class StageWorker:
         log.info("stage worker %s takes no more sessions and leaves within %g s", life.worker_id, self._grace_s)
         await life.leave(self._grace_s)
 
-    async def _bury(self, life: StageLife, ending: Ending, redis: Redis, engine: Engine) -> None:
+    async def _bury(self, life: StageLife, ending: Ending, access: Access, engine: Engine) -> None:
         """Nothing of the life is left behind, neither in the engine nor in the index of workers."""
         if ending.kind is EndKind.LEFT:
             await self._empty_engine(engine, life.lanes.request_ids())
         if ending.kind is not EndKind.FENCED:
             try:
                 async with asyncio.timeout(_GOODBYE_S):
-                    await lives.say_goodbye(redis, life.worker_id)
+                    await lives.say_goodbye(access.redis, life.worker_id)
             except (RedisError, *LOST) as error:
                 log.warning("stage worker %s could not say goodbye: %s", life.worker_id, error)
         if ending.kind is EndKind.ENGINE_LOST:

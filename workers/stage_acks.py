@@ -8,12 +8,13 @@ this life is over ends the life.
 from __future__ import annotations
 
 from enum import Enum
+from functools import partial
 from typing import TYPE_CHECKING
 
 from msgspec import Struct
 
 from control.store.publishing import Acknowledgement, acknowledge_all
-from workers.stage_sending import Sender
+from workers.stage_sending import Sender, Senders
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
@@ -23,6 +24,7 @@ if TYPE_CHECKING:
     from control.store.keys import PartitionKeys
     from control.store.link import Link
     from control.wire.stage import Ack
+    from workers.stage_sending import Links
 
 # Words in one call: a call holds up the server.
 _BATCH = 256
@@ -48,7 +50,7 @@ class AckOutbox:
 
     def __init__(
         self,
-        link: Link,
+        links: Links,
         worker_id: str,
         keys: Sequence[PartitionKeys],
         *,
@@ -56,33 +58,37 @@ class AckOutbox:
         on_over: Callable[[], None],
         on_trouble: Callable[[Exception], None],
     ) -> None:
-        self._link = link
         self._worker_id = worker_id
         self._keys = keys
         self._on_done = on_done
         self._on_over = on_over
-        self._sender: Sender[_Place, _Word, bool] = Sender(
-            link, self._send, self._note, weigh=lambda _: 1 / _BATCH, on_trouble=on_trouble
+        self._senders: Senders[_Place, _Word, bool] = Senders(
+            {
+                numbers: Sender(
+                    link, partial(self._send, link), self._note, weigh=lambda _: 1 / _BATCH, on_trouble=on_trouble
+                )
+                for numbers, link in links.items()
+            }
         )
-        self.run = self._sender.run
+        self.loops = self._senders.loops
 
     @property
     def is_empty(self) -> bool:
         """Whether the server has confirmed everything."""
-        return self._sender.is_empty
+        return self._senders.is_empty
 
     def put(self, partition: int, queue: Queue, acks: Sequence[Ack] = (), entry_ids: Sequence[str] = ()) -> None:
         """Say `acks` to the partition's owner and delete the entries, in one step."""
-        self._sender.put((partition, queue), _Word(tuple(acks), tuple(entry_ids)))
+        self._senders.at(partition).put((partition, queue), _Word(tuple(acks), tuple(entry_ids)))
 
-    async def _send(self, batches: Sequence[tuple[_Place, Sequence[_Word]]]) -> Sequence[bool | RedisError]:
+    async def _send(self, link: Link, batches: Sequence[tuple[_Place, Sequence[_Word]]]) -> Sequence[bool | RedisError]:
         calls: list[Acknowledgement] = []
         for (partition, queue), words in batches:
             keys = self._keys[partition]
             name = keys.aborts(self._worker_id) if queue is Queue.ABORTS else keys.submissions(self._worker_id)
             acks = [ack for word in words for ack in word.acks]
             calls.append(Acknowledgement(keys, name, acks, _entries(words)))
-        return await acknowledge_all(self._link, self._worker_id, calls)
+        return await acknowledge_all(link, self._worker_id, calls)
 
     def _note(self, place: _Place, words: Sequence[_Word], answer: bool) -> None:
         partition, queue = place

@@ -22,7 +22,7 @@ if TYPE_CHECKING:
     import asyncio
     from typing import Any
 
-    from control.store.queues import QueueReader
+    from control.store.queues import Queues
     from control.wire.stage import Ack, SubmissionOrder
 
 _ANSWERS_KEPT = 8
@@ -206,7 +206,7 @@ class Lanes:
         """Whether inputs of this id are to be discarded."""
         return name in self._stops or name in self._entombed
 
-    def forget_stops(self, queue: QueueReader, now_s: float) -> None:
+    def forget_stops(self, queue: Queues, now_s: float) -> None:
         """Drop what can't matter any more, since `queue` has been read past it."""
         for name, stop in list(self._stops.items()):
             lost = now_s - stop.since_s > _STOP_KEPT_S and queue.has_read_since(stop.partition, stop.moment)

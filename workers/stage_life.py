@@ -17,8 +17,10 @@ from msgspec import Struct
 from redis.exceptions import RedisError
 
 from control.store import lives
-from control.store.link import LOST, Link
-from control.store.queues import QueueReader
+from control.store.access import example_key
+from control.store.keys import worker_state
+from control.store.link import LOST
+from control.store.queues import QueueReader, Queues
 from control.wire.stage import RequestFailedAck
 from workers.stage_acks import AckOutbox, Queue
 from workers.stage_cleanup import Cleanups
@@ -33,8 +35,7 @@ from workers.stage_stats import StageStats
 if TYPE_CHECKING:
     from collections.abc import Callable, Coroutine, Sequence
 
-    from redis.asyncio import ConnectionPool, Redis
-
+    from control.store.access import Access
     from control.store.queues import Reading
     from stages.engine import Engine, Output
     from workers.stage_setup import StageSetup
@@ -70,26 +71,35 @@ class StageLife:
         worker_id: str,
         setup: StageSetup,
         engine: Engine,
-        pool: ConnectionPool,
-        redis: Redis,
+        access: Access,
     ) -> None:
         self.worker_id = worker_id
         self.stats = StageStats()
         self.lanes = Lanes(setup.stage_id)
         self._setup = setup
-        self._redis = redis
+        self._redis = access.redis
         self._over: asyncio.Future[Ending] = asyncio.get_running_loop().create_future()
         self._tasks: set[asyncio.Task[None]] = set()
-        self._links = [Link(pool) for _ in range(5)]
-        inputs, aborts, acks, outputs, beats = self._links
+        groups = access.groups(setup.pipeline.partitions)
+        inputs, aborts, acks, outputs = ({g: access.link(example_key(g)) for g in groups} for _ in range(4))
+        beats = access.link(worker_state(worker_id))
+        self._links = [*inputs.values(), *aborts.values(), *acks.values(), *outputs.values(), beats]
         keys = setup.partition_keys()
-        self._submissions = QueueReader(
-            inputs,
-            [each.submissions(worker_id) for each in keys],
-            block_ms=setup.block_ms,
-            glance=[each.aborts(worker_id) for each in keys],
+        abort_names = {group: {p: keys[p].aborts(worker_id) for p in group} for group in groups}
+        self._submissions = Queues(
+            [
+                QueueReader(
+                    inputs[group],
+                    {p: keys[p].submissions(worker_id) for p in group},
+                    block_ms=setup.block_ms,
+                    glance=abort_names[group],
+                )
+                for group in groups
+            ]
         )
-        self._aborts = QueueReader(aborts, [each.aborts(worker_id) for each in keys], block_ms=setup.block_ms)
+        self._aborts = Queues(
+            [QueueReader(aborts[group], abort_names[group], block_ms=setup.block_ms) for group in groups]
+        )
         self._acks = AckOutbox(
             acks,
             worker_id,
@@ -133,7 +143,7 @@ class StageLife:
             give_up_engine=self.died,
         )
         now_s = asyncio.get_running_loop().time()
-        self._read_s = {self._submissions: now_s, self._aborts: now_s}
+        self._read_s = dict.fromkeys((*self._submissions.readers, *self._aborts.readers), now_s)
 
     @property
     def is_ready(self) -> bool:
@@ -147,14 +157,15 @@ class StageLife:
 
     async def run(self) -> Ending:
         """Work until the life is over. Cancelled: end as a crash would, without a word."""
-        for coroutine, name in (
-            (self._read(self._aborts, self._take_aborts), "aborts"),
-            (self._read(self._submissions, self._take_submissions), "submissions"),
-            (self._acks.run(), "acks"),
-            (self._outbox.run(), "outputs"),
-            (self._heartbeat.run(), "heartbeat"),
-        ):
-            self._spawn(coroutine, name)
+        for reader in self._aborts.readers:
+            self._spawn(self._read(reader, self._take_aborts), "aborts")
+        for reader in self._submissions.readers:
+            self._spawn(self._read(reader, self._take_submissions), "submissions")
+        for loop in self._acks.loops():
+            self._spawn(loop, "acks")
+        for loop in self._outbox.loops():
+            self._spawn(loop, "outputs")
+        self._spawn(self._heartbeat.run(), "heartbeat")
         try:
             return await self._over
         finally:
@@ -260,18 +271,18 @@ class StageLife:
 
     def _take_aborts(self, reading: Reading) -> None:
         for entry in reading.entries:
-            self._cleanups.take(entry, self._submissions.moment)
+            self._cleanups.take(entry, self._submissions.moment(entry.partition))
 
     def _take_submissions(self, reading: Reading) -> None:
         for entry in reading.seen:
-            self._cleanups.foresee(entry, self._submissions.moment)
+            self._cleanups.foresee(entry, self._submissions.moment(entry.partition))
         for entry in reading.entries:
             self._intake.take(entry)
         self.lanes.forget_stops(self._submissions, asyncio.get_running_loop().time())
 
     def _finish(self, queue: Queue, partition: int, entry_ids: Sequence[str]) -> None:
-        reader = self._aborts if queue is Queue.ABORTS else self._submissions
-        reader.finish(partition, entry_ids)
+        queues = self._aborts if queue is Queue.ABORTS else self._submissions
+        queues.finish(partition, entry_ids)
 
     def _is_reading(self, within_s: float) -> bool:
         now_s = asyncio.get_running_loop().time()

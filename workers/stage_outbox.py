@@ -8,6 +8,7 @@ An output that was sent twice has the same number, and the script takes it once.
 
 from __future__ import annotations
 
+from functools import partial
 from typing import TYPE_CHECKING
 
 from msgspec import Struct
@@ -15,7 +16,7 @@ from msgspec import Struct
 from control.store.publishing import Published, publish_all
 from workers.stage_forward import Parcel
 from workers.stage_lanes import Lane
-from workers.stage_sending import Sender
+from workers.stage_sending import Sender, Senders
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
@@ -25,6 +26,7 @@ if TYPE_CHECKING:
     from control.store.keys import PartitionKeys
     from control.store.link import Link
     from control.store.publishing import Outgoing
+    from workers.stage_sending import Links
     from workers.stage_setup import StageSetup
     from workers.stage_stats import StageStats
 
@@ -46,7 +48,7 @@ class Outbox:
 
     def __init__(
         self,
-        link: Link,
+        links: Links,
         worker_id: str,
         keys: Sequence[PartitionKeys],
         setup: StageSetup,
@@ -56,7 +58,6 @@ class Outbox:
         on_broken: Callable[[Lane, str], None],
         on_trouble: Callable[[Exception], None],
     ) -> None:
-        self._link = link
         self._worker_id = worker_id
         self._keys = keys
         self._setup = setup
@@ -64,21 +65,26 @@ class Outbox:
         self._on_stop = on_stop
         self._on_broken = on_broken
         self._total_bytes = 0
-        self._sender: Sender[int, _Buffered, list[Published]] = Sender(
-            link,
-            self._send,
-            self._note,
-            weigh=lambda each: max(1 / _BATCH_OUTPUTS, each.size_bytes / _BATCH_BYTES),
-            linger_s=setup.linger_s,
-            is_wanted=lambda each: not each.lane.silent,
-            on_trouble=on_trouble,
+        self._senders: Senders[int, _Buffered, list[Published]] = Senders(
+            {
+                numbers: Sender(
+                    link,
+                    partial(self._send, link),
+                    self._note,
+                    weigh=lambda each: max(1 / _BATCH_OUTPUTS, each.size_bytes / _BATCH_BYTES),
+                    linger_s=setup.linger_s,
+                    is_wanted=lambda each: not each.lane.silent,
+                    on_trouble=on_trouble,
+                )
+                for numbers, link in links.items()
+            }
         )
-        self.run = self._sender.run
+        self.loops = self._senders.loops
 
     @property
     def is_empty(self) -> bool:
         """Whether the script has judged everything."""
-        return self._sender.is_empty
+        return self._senders.is_empty
 
     @property
     def total_bytes(self) -> int:
@@ -96,7 +102,7 @@ class Outbox:
             return False
         lane.buffered_bytes += size_bytes
         self._total_bytes += size_bytes
-        self._sender.put(lane.partition, _Buffered(lane, parcel, size_bytes))
+        self._senders.at(lane.partition).put(lane.partition, _Buffered(lane, parcel, size_bytes))
         return True
 
     def silence(self, lane: Lane) -> None:
@@ -104,15 +110,17 @@ class Outbox:
         if not lane.silent:
             lane.silent = True
             if lane.buffered_bytes:
-                self._sender.drop(lane.partition, lambda each: each.lane is lane)
+                self._senders.at(lane.partition).drop(lane.partition, lambda each: each.lane is lane)
             self._total_bytes -= lane.buffered_bytes
             lane.buffered_bytes = 0
 
-    async def _send(self, batches: Sequence[tuple[int, Sequence[_Buffered]]]) -> Sequence[list[Published] | RedisError]:
+    async def _send(
+        self, link: Link, batches: Sequence[tuple[int, Sequence[_Buffered]]]
+    ) -> Sequence[list[Published] | RedisError]:
         calls: list[tuple[PartitionKeys, list[Outgoing]]] = [
             (self._keys[partition], [each.parcel.outgoing for each in items]) for partition, items in batches
         ]
-        return await publish_all(self._link, self._worker_id, self._setup.half_events_bytes, calls)
+        return await publish_all(link, self._worker_id, self._setup.half_events_bytes, calls)
 
     def _note(self, partition: int, items: Sequence[_Buffered], codes: list[Published]) -> None:
         del partition

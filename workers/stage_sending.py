@@ -2,8 +2,9 @@
 
 Responsible for batches, for pacing and for trying again: after a lost connection everything that was on its way, after
 an error answer (memory full, server read-only, S53) that partition's part alone, so that none waits for another. Leaves
-what is sent to its users, the acks and the outputs. Talks to Redis through their links. Sends anew what may have
-arrived: their scripts, or the owners, know it then.
+what is sent to its users, the acks and the outputs. Talks to Redis through their links: one a group of partitions, so
+that on a cluster a node that is away holds up its own partitions alone. Sends anew what may have arrived: their
+scripts, or the owners, know it then.
 """
 
 from __future__ import annotations
@@ -12,17 +13,13 @@ import asyncio
 import contextlib
 import logging
 from collections import deque
-from typing import TYPE_CHECKING, Generic, TypeVar
+from collections.abc import Awaitable, Callable, Coroutine, Hashable, Mapping, Sequence
+from typing import Any, Generic, TypeVar
 
 from redis.exceptions import ReadOnlyError, RedisError
 
-from control.store.link import LOST
+from control.store.link import LOST, Link
 from workers.stage_setup import Backoff
-
-if TYPE_CHECKING:
-    from collections.abc import Awaitable, Callable, Hashable, Sequence
-
-    from control.store.link import Link
 
 log = logging.getLogger("bargein.stage")
 
@@ -32,6 +29,10 @@ Answer = TypeVar("Answer")
 
 _RETRY_S = (0.02, 1.0)
 _RECONNECT_S = (0.02, 2.0)
+
+
+Links = Mapping[tuple[int, ...], Link]
+"""A connection for each group of partitions (`Access.groups`)."""
 
 
 class _Line(Generic[Item]):
@@ -176,3 +177,24 @@ class Sender(Generic[Place, Item, Answer]):
             self._note(place, items, answer)
         if lost_master:
             await self._link.close()  # a replica by now: the address may lead to the new master
+
+
+class Senders(Generic[Place, Item, Answer]):
+    """The senders of all groups of partitions."""
+
+    def __init__(self, senders: Mapping[tuple[int, ...], Sender[Place, Item, Answer]]) -> None:
+        self._senders = list(senders.values())
+        self._sender_of = {number: sender for numbers, sender in senders.items() for number in numbers}
+
+    def at(self, partition: int) -> Sender[Place, Item, Answer]:
+        """The partition's sender."""
+        return self._sender_of[partition]
+
+    def loops(self) -> list[Coroutine[Any, Any, None]]:
+        """What has to run; each until cancelled."""
+        return [sender.run() for sender in self._senders]
+
+    @property
+    def is_empty(self) -> bool:
+        """Whether the server has taken everything."""
+        return all(sender.is_empty for sender in self._senders)

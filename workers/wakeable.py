@@ -1,7 +1,7 @@
 """A blocking read that can be woken from within the process.
 
-Responsible for the blocked XREAD and for CLIENT UNBLOCK. Leaves what is read to `control.py`. Talks to Redis on two
-connections of its own. Says no with redis-py's exceptions; then `close` it and read again.
+Responsible for the blocked XREAD and for CLIENT UNBLOCK. Leaves what is read to `owner.py`. Talks to Redis on the two
+connections that it is given. Says no with redis-py's exceptions; then `close` it and read again.
 """
 
 from __future__ import annotations
@@ -11,19 +11,20 @@ from typing import TYPE_CHECKING, Any
 
 from redis.exceptions import RedisError
 
-from control.store.link import LOST, Link
+from control.store.link import LOST
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-    from redis.asyncio import ConnectionPool
+    from control.store.link import Link
 
 
 class WakeableReader:
     """One reading task; `wake` may come from any other."""
 
-    def __init__(self, pool: ConnectionPool) -> None:
-        self._reader, self._waker = Link(pool), Link(pool)
+    def __init__(self, reader: Link, waker: Link) -> None:
+        """Two connections to the server that has the streams."""
+        self._reader, self._waker = reader, waker
         self._reader_id: int | None = None
         self._blocked = False
         self._unblocking: asyncio.Task[None] | None = None

@@ -23,6 +23,7 @@ from control.store import keys
 from control.store.commits import decode_cleanups, decode_session
 from control.store.keys import PartitionKeys
 from control.store.lives import KEPT_MS, LOAD_FIELDS, Entry
+from control.store.server import fetch_now_ms
 
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator, Sequence
@@ -154,12 +155,6 @@ async def fetch_config(redis: Redis) -> StoredConfig | None:
         return StoredConfig(**{name: int(stored[name]) for name in StoredConfig.__struct_fields__})
     except (KeyError, ValueError):
         return None
-
-
-async def fetch_now_ms(redis: Redis) -> int:
-    """The server's clock."""
-    seconds, microseconds = await redis.time()
-    return int(seconds) * 1000 + int(microseconds) // 1000
 
 
 async def fetch_partitions(redis: Redis, partitions: int) -> list[PartitionRow]:

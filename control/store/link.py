@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any, cast
 import hiredis
 from redis.asyncio import BlockingConnectionPool, ConnectionPool
 from redis.exceptions import ConnectionError as RedisConnectionError
-from redis.exceptions import NoScriptError, RedisError, ResponseError
+from redis.exceptions import NoScriptError, RedisClusterException, RedisError, ResponseError
 from redis.exceptions import TimeoutError as RedisTimeoutError
 
 from control.store.scripts import Script, script
@@ -27,7 +27,8 @@ if TYPE_CHECKING:
 
 Value = str | bytes | int | float
 _pack = cast("Callable[[tuple[Value, ...]], bytes]", hiredis.pack_command)
-LOST = (RedisConnectionError, RedisTimeoutError, OSError, asyncio.TimeoutError)
+# What says that the server, or on a cluster whoever should serve a key, is out of reach.
+LOST = (RedisConnectionError, RedisTimeoutError, RedisClusterException, OSError, asyncio.TimeoutError)
 
 
 class Link:
@@ -56,7 +57,7 @@ class Link:
         connection = self._connection
         try:
             if connection is None:
-                connection = self._connection = self._pool.make_connection()
+                connection = self._connection = await self._make_connection()
                 await connection.connect()
             # Not by the connection's own method: it makes a task of every write, and before Python 3.12 a cancellation
             # that meets the end of such a task is lost.
@@ -102,6 +103,10 @@ class Link:
                 answers[index] = answer
         return answers
 
+    async def _make_connection(self) -> AbstractConnection:
+        """A connection that is not open yet."""
+        return self._pool.make_connection()
+
     async def close(self) -> None:
         """Close the connection; the next call opens another."""
         connection, self._connection = self._connection, None
@@ -109,15 +114,22 @@ class Link:
             await connection.disconnect(nowait=True)
 
 
+def is_of_the_script(error: RedisError) -> bool:
+    """Whether a script ran and failed. Else the server runs none now: it is a replica, is loading, can't save."""
+    return "script:" in str(error)
+
+
 def make_pool(
     url: str, *, timeout_s: float = 5.0, name: str = "bargein", max_connections: int = 64
 ) -> BlockingConnectionPool:
     """Connections to `url` (redis://, rediss://, unix://). `timeout_s` must be above every BLOCK that is used (S57)."""
+    # A socket of this machine has none, and redis-py refuses to be told so.
+    keepalive = {} if url.startswith("unix:") else {"socket_keepalive": True}
     return BlockingConnectionPool.from_url(
         url,
         socket_timeout=timeout_s,
         socket_connect_timeout=timeout_s,
-        socket_keepalive=True,
+        **keepalive,
         client_name=name,
         max_connections=max_connections,
         timeout=timeout_s,

@@ -17,6 +17,7 @@ from redis.exceptions import ResponseError
 
 from control.store import keys
 from control.store.scripts import script
+from control.store.server import fetch_now_ms
 
 if TYPE_CHECKING:
     from collections.abc import Awaitable, Mapping
@@ -73,8 +74,7 @@ class Life(Struct, frozen=True, kw_only=True):
 
 async def register_life(redis: Redis, worker_id: str, entry: Entry) -> int:
     """Begin a life; the server's time (ms). Placement may choose the worker from now on."""
-    seconds, micros = await redis.time()
-    now_ms = seconds * 1000 + micros // 1000
+    now_ms = await fetch_now_ms(redis)
     state = keys.worker_state(worker_id)
     fields = {"state": LifeState.LIVE.value, "beat": 1, "started_ms": now_ms, **msgspec.structs.asdict(entry)}
     async with redis.pipeline(transaction=False) as pipe:

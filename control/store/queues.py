@@ -1,12 +1,12 @@
-"""Reading the queues of one life of a stage worker, all partitions at once.
+"""Reading the queues of one life of a stage worker, many partitions at once.
 
 Responsible for the blocking read over many streams, for where each was read to, and for knowing an entry that is in
 hand already. Leaves the entries' meaning to the stage worker, and deleting them to `lua/acknowledge.lua`. Talks to
 Redis. Says no with redis-py's exceptions; after one, the next read begins at the streams' beginning (S51).
 
 Reading changes nothing, and an entry stays until it is acknowledged. So a read from the beginning finds entries that
-are in hand: those are recognised. The many streams of one call would have to be in one slot on Redis Cluster: there
-`_fetch` becomes a call for each partition.
+are in hand: those are recognised. The streams of one read must be in one slot on Redis Cluster, so there is a reader
+for each group of partitions (`Access.groups`); `Queues` is all of them together.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any
 from msgspec import Struct
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Sequence
+    from collections.abc import Iterable, Mapping, Sequence
 
     from control.store.link import Link
 
@@ -50,19 +50,30 @@ class QueueReader:
     not kept in hand: they belong to another reader.
     """
 
-    def __init__(self, link: Link, queues: Sequence[str], *, block_ms: int, glance: Sequence[str] = ()) -> None:
-        """One name a partition. The link's time-out must be above `block_ms` (S57)."""
+    def __init__(
+        self, link: Link, queues: Mapping[int, str], *, block_ms: int, glance: Mapping[int, str] | None = None
+    ) -> None:
+        """The queues' names by partition. The link's time-out must be above `block_ms` (S57)."""
+        glance = glance or {}
         self._link = link
-        self._names = [*glance, *queues]
-        self._glances = len(glance)
+        self._names = [*glance.values(), *queues.values()]
         self._block_ms = block_ms
         self._last: list[str] = [_BEGINNING] * len(self._names)
         self._index = {name.encode(): position for position, name in enumerate(self._names)}
-        self._in_hand: list[set[str]] = [set() for _ in queues]
+        # What is only looked at comes first, so that an abort is known before its submission.
+        self._glances = len(glance)
+        self._partition_at = [*glance, *queues]
+        self._place = {partition: len(glance) + index for index, partition in enumerate(queues)}
+        self._in_hand: dict[int, set[str]] = {partition: set() for partition in queues}
         self._finished: list[tuple[int, str]] = []
         self._full: set[int] = set()
         self._begun = 0
         self._done = 0
+
+    @property
+    def partitions(self) -> Iterable[int]:
+        """Those whose queues it reads."""
+        return self._place
 
     @property
     def moment(self) -> int:
@@ -72,11 +83,11 @@ class QueueReader:
     @property
     def in_hand(self) -> int:
         """How many entries were handed out and not finished."""
-        return sum(len(ids) for ids in self._in_hand) - len(self._finished)
+        return sum(len(ids) for ids in self._in_hand.values()) - len(self._finished)
 
     def has_read_to(self, partition: int, entry_id: str) -> bool:
         """Whether the partition's queue has been read up to this entry."""
-        return _order(self._last[self._glances + partition]) >= _order(entry_id)
+        return _order(self._last[self._place[partition]]) >= _order(entry_id)
 
     def has_read_since(self, partition: int, moment: int) -> bool:
         """Whether everything that stood in the partition's queue at `moment` has been read, or deleted."""
@@ -110,10 +121,10 @@ class QueueReader:
 
     def _take(self, position: int, entries: list[Any], reading: Reading) -> None:
         self._last[position] = entries[-1][0].decode()
+        partition = self._partition_at[position]
         if position < self._glances:
-            reading.seen.extend(_entry(position, entry_id, fields) for entry_id, fields in entries)
+            reading.seen.extend(_entry(partition, entry_id, fields) for entry_id, fields in entries)
             return
-        partition = position - self._glances
         if len(entries) >= COUNT:
             self._full.add(partition)
         in_hand = self._in_hand[partition]
@@ -128,6 +139,31 @@ class QueueReader:
             "XREAD", "COUNT", COUNT, "BLOCK", self._block_ms, "STREAMS", *self._names, *self._last
         )
         return answer or []
+
+
+class Queues:
+    """The queues of every partition, whichever reader has them."""
+
+    def __init__(self, readers: Sequence[QueueReader]) -> None:
+        """Each partition belongs to one of the readers."""
+        self.readers = readers
+        self._reader_of = {partition: reader for reader in readers for partition in reader.partitions}
+
+    def moment(self, partition: int) -> int:
+        """See `QueueReader.moment`."""
+        return self._reader_of[partition].moment
+
+    def has_read_to(self, partition: int, entry_id: str) -> bool:
+        """See `QueueReader.has_read_to`."""
+        return self._reader_of[partition].has_read_to(partition, entry_id)
+
+    def has_read_since(self, partition: int, moment: int) -> bool:
+        """See `QueueReader.has_read_since`. `moment`: of the same partition."""
+        return self._reader_of[partition].has_read_since(partition, moment)
+
+    def finish(self, partition: int, entry_ids: Iterable[str]) -> None:
+        """See `QueueReader.finish`."""
+        self._reader_of[partition].finish(partition, entry_ids)
 
 
 def _entry(partition: int, entry_id: bytes, fields: list[bytes] | None) -> QueueEntry:

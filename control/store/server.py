@@ -11,9 +11,11 @@ import logging
 import re
 from typing import TYPE_CHECKING, Any, cast
 
+from redis.asyncio.cluster import RedisCluster
 from redis.exceptions import AuthenticationError, NoPermissionError, ResponseError
 
 from control.store import keys
+from control.store.access import CLUSTER
 from control.store.link import LOST
 from control.wire.commands import PROTOCOL
 
@@ -39,12 +41,21 @@ async def check_server(redis: Redis, url: str) -> dict[str, Any]:
     A server that is still reading its data answers nothing else yet; that is waited for, however long it takes (S53).
     """
     where = _public(url)
-    info = await _fetch_info(redis, where)
-    if info.get("loading"):
+    infos = await _fetch_infos(redis, where)
+    if any(info.get("loading") for info in infos):
         log.warning("Redis at %s is still loading its data; waiting", where)
-    while info.get("loading"):
+    while any(info.get("loading") for info in infos):
         await asyncio.sleep(LOADING_S)
-        info = await _fetch_info(redis, where)
+        infos = await _fetch_infos(redis, where)
+    for info in infos:
+        _check_info(info, where)
+    if infos[0].get("cluster_enabled") and not isinstance(redis, RedisCluster):
+        scheme, _, rest = where.partition("://")
+        raise Unusable(f"Redis at {where} is a node of a cluster; say so: {scheme}{CLUSTER}://{rest}")
+    return infos[0]
+
+
+def _check_info(info: dict[str, Any], where: str) -> None:
     version = str(info.get("redis_version", "0"))
     numbers = [int(digits) for digits in re.findall(r"\d+", version)[:2]]
     if tuple(numbers) < OLDEST:
@@ -55,12 +66,16 @@ async def check_server(redis: Redis, url: str) -> dict[str, Any]:
             f"Redis at {where} may evict keys (maxmemory-policy {policy}), so sessions and pending cleanups could "
             "vanish. Set it: CONFIG SET maxmemory-policy noeviction"
         )
-    return info
 
 
-async def _fetch_info(redis: Redis, where: str) -> dict[str, Any]:
+async def _fetch_infos(redis: Redis, where: str) -> list[dict[str, Any]]:
+    """INFO of the server, or of every master of a cluster."""
     try:
-        return await redis.info()
+        if isinstance(redis, RedisCluster):
+            answers: Any = await redis.info(target_nodes=RedisCluster.PRIMARIES)
+            # With one master redis-py leaves out its name.
+            return [answers] if "redis_version" in answers else list(answers.values())
+        return [await redis.info()]
     except (AuthenticationError, NoPermissionError) as error:
         raise Unusable(f"Redis at {where} refuses the credentials: {error}. Check the user and password") from error
     except ResponseError as error:
@@ -72,6 +87,16 @@ async def _fetch_info(redis: Redis, where: str) -> dict[str, Any]:
         ) from error
 
 
+async def fetch_now_ms(redis: Redis) -> int:
+    """The server's clock; on a cluster that of one of the nodes."""
+    if isinstance(redis, RedisCluster):
+        answers = cast("Any", await redis.execute_command("TIME", target_nodes=RedisCluster.DEFAULT_NODE))
+        seconds, microseconds = max(answers.values()) if hasattr(answers, "values") else answers
+    else:
+        seconds, microseconds = await redis.time()
+    return int(seconds) * 1000 + int(microseconds) // 1000
+
+
 async def agree_on_config(redis: Redis, partitions: int) -> None:
     """Write `bargein:config` if nobody has, else compare. Raises `Unusable` on a mismatch."""
     wanted = {"protocol": str(PROTOCOL), "partitions": str(partitions), "layout": str(LAYOUT)}
@@ -79,7 +104,8 @@ async def agree_on_config(redis: Redis, partitions: int) -> None:
         stored = _texts(await cast("Awaitable[dict[Any, Any]]", redis.hgetall(keys.CONFIG)))
         # Not written where it is there already: a server that is full must still be drained.
         if not wanted.keys() <= stored.keys():
-            async with redis.pipeline(transaction=True) as pipe:
+            # No transaction: a cluster has none, and a field that is there already stays as it is.
+            async with redis.pipeline(transaction=False) as pipe:
                 for field, value in wanted.items():
                     pipe.hsetnx(keys.CONFIG, field, value)
                 pipe.hgetall(keys.CONFIG)

@@ -43,6 +43,7 @@ from tests.workers.scripted import ScriptedEngine
 from workers.clock import ServerClock
 from workers.control import ControlWorker
 from workers.holdings import Owned
+from workers.owner import Owner
 from workers.stage import StageWorker
 
 PATIENCE_S = 20.0
@@ -81,15 +82,15 @@ class TraceClock(ServerClock):
         return super().elapsed_ms(since_ms) + LONG_S
 
 
-class TraceControl(ControlWorker):
-    """A control worker that looks at the clock only for the session that the trace's reaper has come to."""
+class TraceOwner(Owner):
+    """An owner that looks at the clock only for the session that the trace's reaper has come to."""
 
     expiring: str | None = None
 
     def expire(self, session_id: str) -> None:
         """Look at this session's deadlines now."""
         self.expiring = session_id
-        self._wake()
+        self.wake()
 
     def _due_sessions(self, owned: Owned, now_ms: int, most: int) -> list[str]:
         del now_ms, most
@@ -133,7 +134,10 @@ class SystemRun:
         self._redis = Redis.from_url(url)
         self._clock = TraceClock()
         self._pipeline = pipeline_of(config)
-        self._control = TraceControl(url, self._pipeline, clock=self._clock)
+        self._control = ControlWorker(url, self._pipeline, make_clock=lambda: self._clock, owner=TraceOwner)
+        owner = self._control.owners[0]
+        assert isinstance(owner, TraceOwner)
+        self._owner = owner
         self._engines = [ScriptedEngine() for _ in range(config["stage_count"])]
         self._policy = RecordedPolicy()
         self._stages = (
@@ -209,8 +213,8 @@ class SystemRun:
                     await self._fail(name)
             case Expire():
                 for sid, _ in await self._sessions():
-                    self._control.expire(sid)
-                    await self._until(lambda: self._control.expiring is None)
+                    self._owner.expire(sid)
+                    await self._until(lambda: self._owner.expiring is None)
                     await self._rest()
             case Tell(event):
                 self._seen.lifecycle.append(event)

@@ -48,7 +48,7 @@ class Desk:
         self.link = link
         self.queues = [each.submissions(WORKER) for each in PARTITIONS]
         self.aborts = [each.aborts(WORKER) for each in PARTITIONS]
-        self.reader = QueueReader(link, self.queues, block_ms=NOW_MS, glance=self.aborts)
+        self.reader = QueueReader(link, dict(enumerate(self.queues)), block_ms=NOW_MS, glance=dict(enumerate(self.aborts)))
 
     async def add(self, partition: int = 0, body: bytes = b"x", **fields: Any) -> str:
         return (await self.redis.xadd(self.queues[partition], {"b": body, "p": b"", **fields})).decode()

@@ -361,7 +361,7 @@ class Bed:
 
 def seen(worker: ControlWorker) -> set[str]:
     """The stage workers that a control worker would place sessions on."""
-    return {life.worker_id for life in worker._observer.lives if life.state == "live"}
+    return {life.worker_id for life in worker.observer.lives if life.state == "live"}
 
 
 async def end(*tasks: asyncio.Task[Any]) -> None:

@@ -10,6 +10,7 @@ from redis.exceptions import ConnectionError as Lost
 from control.store.link import Link
 from control.store.scripts import script
 from workers.control import ControlWorker
+from workers.owner import Owner
 
 
 class GatedLink(Link):
@@ -30,12 +31,24 @@ class Stalled(ControlWorker):
     """A worker that can be made to stop where it stands: before it commits, before it speaks to slots or of leases."""
 
     def __init__(self, *args: Any, **more: Any) -> None:
-        super().__init__(*args, **more)
+        super().__init__(*args, owner=StalledOwner, **more)
         self.gate = asyncio.Event()
         self.gate.set()
         self.held: list[str] = []
-        self._ownership._link = GatedLink(self._pool, self.gate, "leases", [])
-        self._slots = self._desk.link = GatedLink(self._pool, self.gate, "slots", self.held)
+        self.ownership._link = GatedLink(self.access.pool, self.gate, "leases", [])
+        for group in self.ownership._groups:
+            group.link = GatedLink(self.access.pool, self.gate, "leases", [])
+        self._slots = self.desk.link = GatedLink(self.access.pool, self.gate, "slots", self.held)
+        for owner in self.owners:
+            assert isinstance(owner, StalledOwner)
+            owner.gate, owner.held = self.gate, self.held
+
+
+class StalledOwner(Owner):
+    """See `Stalled`."""
+
+    gate: asyncio.Event
+    held: list[str]
 
     async def _commit(self, batches: Any, portions: Any, others: Any) -> None:
         if batches and not self.gate.is_set():
@@ -48,18 +61,27 @@ class Gated(ControlWorker):
     """A worker whose reads wait for the gate, and whose next commit something may happen to."""
 
     def __init__(self, *args: Any, **more: Any) -> None:
-        super().__init__(*args, **more)
+        super().__init__(*args, owner=GatedOwner, **more)
         self.gate = asyncio.Event()
         self.gate.set()
         self.before_commit: Any = None
+        for owner in self.owners:
+            assert isinstance(owner, GatedOwner)
+            owner.worker = self
+
+
+class GatedOwner(Owner):
+    """See `Gated`."""
+
+    worker: Gated
 
     async def _read(self) -> Any:
-        await self.gate.wait()
+        await self.worker.gate.wait()
         return await super()._read()
 
     async def _commit(self, batches: Any, portions: Any, others: Any) -> None:
-        if batches and self.before_commit is not None:
-            happen, self.before_commit = self.before_commit, None
+        if batches and self.worker.before_commit is not None:
+            happen, self.worker.before_commit = self.worker.before_commit, None
             await happen()
         await super()._commit(batches, portions, others)
 

@@ -19,6 +19,7 @@ from tests.store.table import find_undocumented
 from tests.workers.control_bed import Bed, Caller, fence, local, make_pipeline, numbers, until, until_free
 from tests.workers.control_stalls import Stalled
 from workers.control import ControlWorker
+from workers.owner import Owner
 
 # ---- whole lives
 
@@ -224,7 +225,9 @@ async def test_a_killed_worker_is_replaced_within_its_lease_and_nothing_is_lost(
         ear.accepts = False
         under_way = [await caller.append() for caller in callers]
         waiting = [await caller.append() for caller in callers]
-        await until(lambda: all(first._owned[p].partition.waiting for p in {c.keys.partition for c in callers}))
+        await until(
+            lambda: all(first.owners[0].owned[p].partition.waiting for p in {c.keys.partition for c in callers})
+        )
         second = await bed.control("control-b", whole=False)
         await bed.until_owned(first, second)
         killed_at = time.monotonic()
@@ -271,17 +274,18 @@ async def test_s75_a_deposed_worker_that_wakes_up_before_a_placement_takes_no_sl
         old = await bed.control("control-old", Stalled)
         await bed.stage()
         caller = bed.caller("Ada")
-        gated = old._commit
+        owner = old.owners[0]
+        gated = owner._commit
 
         async def commit_and_stall(*args: Any) -> None:
-            await ControlWorker._commit(old, *args)
-            if not old._desk.is_idle:
+            await Owner._commit(owner, *args)
+            if not old.desk.is_idle:
                 old.gate.clear()
 
-        old._commit = commit_and_stall
+        owner._commit = commit_and_stall
         opening = await caller.send("open", capabilities={"input_modes": ["append_tokens"]})
         await until(lambda: "slots" in old.held)
-        old._commit = gated
+        owner._commit = gated
         new = await bed.control("control-new", whole=False)
         await until(lambda: new.owned == [0])
         assert (await caller.reply(opening))["ok"]

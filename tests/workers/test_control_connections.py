@@ -154,7 +154,8 @@ async def test_s52_a_commit_without_an_answer_is_found_applied_or_not_and_never_
 ) -> None:
     async with Bed(redis_url, make_pipeline(partitions=2)) as bed:
         worker = ControlWorker(redis_url, bed.pipeline, worker_id="control-a")
-        lossy = worker._writer = worker._holdings.writer = Lossy(worker._pool)
+        owner = worker.owners[0]
+        lossy = owner._writer = owner._holdings.writer = Lossy(worker.access.pool)
         bed.controls[worker] = asyncio.create_task(worker.run())
         await bed.until_owned(worker)
         ear = await bed.stage()
@@ -184,7 +185,7 @@ async def test_i5_a_refused_commit_lets_nothing_that_was_read_behind_it_go_first
         await caller.open()
         worker.gate.clear()
         await asyncio.sleep(0)
-        worker._wake()  # the read that is on its way ends without what comes now
+        worker.wake()  # the read that is on its way ends without what comes now
         for _ in range(3):
             await bed.redis.xadd(caller.keys.acks, {"b": b"\xc1 no ack"})
         sent = [await caller.append() for _ in range(4)]

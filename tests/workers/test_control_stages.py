@@ -106,7 +106,7 @@ async def test_a_placement_goes_elsewhere_when_the_chosen_worker_is_full_after_a
         await bed.stage("ear-1", capacity=1)
         await bed.stage("ear-2", capacity=1)
         # The worker doesn't look again: what it knows of ear-1 is old.
-        worker._observer.directory = type(worker._directory)(1)
+        worker.observer.directory = type(worker.directory)(1)
         await bed.redis.hset(keys.worker_slots("ear-1"), "somebody else", "0 1")
         caller = bed.caller("Ada")
         assert (await caller.open())["ok"]

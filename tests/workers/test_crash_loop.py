@@ -15,6 +15,7 @@ from control.wire.commands import Received
 from stages.pipeline import Pipeline
 from tests.workers.control_bed import until
 from workers.control import ControlWorker
+from workers.owner import Owner
 from workers.ownership import Claim
 from workers.partition import Partition
 
@@ -38,8 +39,8 @@ class Deadly(Partition):
         super().take_command(entry_id, received, entered_ms, now_ms)
 
 
-class Mortal(ControlWorker):
-    """A worker that some command ends."""
+class Mortal(Owner):
+    """An owner that some command ends."""
 
     dies_of: str | None = None
 
@@ -51,8 +52,8 @@ class Mortal(ControlWorker):
         return partition
 
 
-class Still(ControlWorker):
-    """A worker that ends right after it has taken its partition, before it has looked at anything."""
+class Still(Owner):
+    """An owner that ends right after it has taken its partition, before it has looked at anything."""
 
     async def _turn(self) -> None:
         await super()._change_partitions()
@@ -72,9 +73,11 @@ async def run_until_dead(worker: ControlWorker) -> None:
             await worker.run()
 
 
-def mortal(url: str, dies_of: str | None) -> Mortal:
-    worker = Mortal(url, pipeline())
-    worker.dies_of = dies_of
+def mortal(url: str, dies_of: str | None) -> ControlWorker:
+    worker = ControlWorker(url, pipeline(), owner=Mortal)
+    for owner in worker.owners:
+        assert isinstance(owner, Mortal)
+        owner.dies_of = dies_of
     return worker
 
 
@@ -154,7 +157,7 @@ async def test_s83_owners_that_die_of_something_else_condemn_nothing(redis_url: 
     async with Redis.from_url(redis_url) as redis:
         await send(redis, "good", "o", "open")
         for _ in range(5):
-            await run_until_dead(Still(redis_url, pipeline()))
+            await run_until_dead(ControlWorker(redis_url, pipeline(), owner=Still))
         worker = mortal(redis_url, None)
         running = asyncio.create_task(worker.run())
         await until_replied(redis, "good", "o")

@@ -11,8 +11,9 @@ import pytest
 from redis.asyncio import Redis
 
 from control.store import keys
+from control.store.access import open_access
 from control.store.keys import PartitionKeys
-from control.store.link import Link, make_pool
+from control.store.link import Link
 from control.store.scripts import script
 from tests.workers.control_bed import end, until
 from workers.clock import ServerClock
@@ -32,10 +33,10 @@ class Member:
     """A worker that takes part in the sharing out, its main loop played by the test."""
 
     def __init__(self, url: str, name: str, *, lease_ms: int = LEASE_MS, partitions: int = PARTITIONS) -> None:
-        self.pool = make_pool(url)
+        self.access = open_access(url)
         self.wakes = 0
         self.clock = ServerClock()
-        self.ownership = Ownership(self.pool, name, partitions, lease_ms, self.clock, self._wake)
+        self.ownership = Ownership(self.access, name, partitions, lease_ms, [self.clock], self._wake)
         self.claims: dict[int, Claim] = {}
         self.losses: list[int] = []
         self._task: asyncio.Task[None] | None = None
@@ -73,7 +74,7 @@ class Member:
         if self._task is not None:
             await end(self._task)
         await self.ownership.close()
-        await self.pool.disconnect()
+        await self.access.close()
 
 
 @pytest.fixture
@@ -188,7 +189,7 @@ async def test_a_member_that_leaves_wakes_the_others_at_once(members: Any) -> No
     await leaving.ownership.leave()
     leaving.ownership.unwanted |= set(leaving.claims)
     await leaving.give_up_unwanted()
-    await leaving.ownership.hint(leaving.ownership._hints)
+    await leaving.ownership.hint()
     await until(lambda: len(staying.claims) == PARTITIONS)
     assert staying.ownership.members == ["control-b"]
 
@@ -210,7 +211,7 @@ class HeldLink(Link):
 
 async def test_leaving_in_the_middle_of_a_round_leaves_for_good(redis: Any, members: Any) -> None:
     member = members("control-a")
-    held = member.ownership._link = HeldLink(member.pool)
+    held = member.ownership._link = HeldLink(member.access.pool)
     member.start()
     await until(lambda: held.is_held)
     leaving = asyncio.create_task(member.ownership.leave())

@@ -114,14 +114,14 @@ async def test_s34_an_abort_is_seen_by_who_reads_the_submissions_even_if_its_own
     async with StageBed(redis_url) as bed:
         life = bed.worker._life
         assert life is not None
-        reading = life._aborts.read
+        reading = life._aborts.readers[0].read
         released = asyncio.Event()
 
         async def hang() -> Reading:
             await released.wait()
             return await reading()
 
-        life._aborts.read = hang  # type: ignore[method-assign]
+        life._aborts.readers[0].read = hang  # type: ignore[method-assign]
         await bed.abort("first", 0)  # ends the read that is under way
         await bed.until_drained("first")
         queue, entry = bed.submission("s")

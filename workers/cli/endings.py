@@ -14,9 +14,14 @@ from enum import IntEnum
 from typing import TYPE_CHECKING, ParamSpec, TypeVar
 
 import typer
-from redis.asyncio import Redis
-from redis.exceptions import AuthenticationError, AuthorizationError, NoPermissionError, RedisError
+from redis.exceptions import (
+    AuthenticationError,
+    AuthorizationError,
+    NoPermissionError,
+    RedisError,
+)
 
+from control.store.access import open_access
 from control.store.link import LOST
 from control.store.server import Unusable
 from stages.engine import EngineConfigError
@@ -27,6 +32,8 @@ from workers.settings import SettingsError
 
 if TYPE_CHECKING:
     from collections.abc import AsyncGenerator, Callable
+
+    from redis.asyncio import Redis
 
     from workers.settings import Settings
 
@@ -81,14 +88,9 @@ def plainly(command: Callable[P, R]) -> Callable[P, R]:
 @asynccontextmanager
 async def connected(settings: Settings) -> AsyncGenerator[Redis]:
     """A client for a few questions. Whatever goes wrong with Redis inside ends as one clear line."""
-    redis = Redis.from_url(
-        settings.redis,
-        socket_timeout=SOCKET_TIMEOUT_S,
-        socket_connect_timeout=SOCKET_TIMEOUT_S,
-        client_name="bargein-cli",
-    )
+    access = open_access(settings.redis, timeout_s=SOCKET_TIMEOUT_S, name="bargein-cli")
     try:
-        yield redis
+        yield access.redis
     except BrokenPipeError:
         raise  # whoever read our output has gone, not Redis: that would be redis-py's own error
     except (AuthenticationError, AuthorizationError, NoPermissionError) as error:
@@ -102,4 +104,4 @@ async def connected(settings: Settings) -> AsyncGenerator[Redis]:
     except RedisError as error:
         raise Unusable(f"Redis at {settings.address} answers: {error}") from None
     finally:
-        await redis.aclose()
+        await access.close()
