@@ -27,6 +27,7 @@ from control.store.access import example_key
 from control.store.commits import ACKS_KEY, COMMANDS_KEY, Batch
 from control.store.keys import PartitionKeys
 from control.store.link import LOST
+from control.store.reading import ReadSize
 from control.store.scripts import script
 from workers.caution import CRASHES, Caution, name_of
 from workers.entries import Entry, Raw, decode_entry, id_of, in_order
@@ -86,6 +87,7 @@ class Owner:
         key = example_key(numbers)
         self._reader = WakeableReader(common.access.link(key), common.access.link(key))
         self._writer = common.access.link(key)
+        self._size = ReadSize(self._batch_max)
         self._woken = asyncio.Event()
         self._stopping = False
         self._holdings = Holdings(
@@ -168,14 +170,16 @@ class Owner:
                 names.append(name)
                 positions.append(owned.read_to[stream])
                 places[name.encode()] = (number, stream)
-        answer = await self._reader.read(names, positions, count=self._batch_max, block_ms=self._block_ms())
+        count = self._size.count
+        answer = await self._reader.read(names, positions, count=count, block_ms=self._block_ms()) or ()
+        self._size.note(raw for _, raw in answer)
         read: dict[int, dict[int, list[Any]]] = {}
-        for name, raw in answer or ():
+        for name, raw in answer:
             number, stream = places[name]
             read.setdefault(number, {})[stream] = raw
         for number, owned in self.owned.items():
             got = read.get(number, {})
-            if all(len(got.get(stream, ())) < self._batch_max for stream in (COMMANDS_KEY, ACKS_KEY)):
+            if all(len(got.get(stream, ())) < count for stream in (COMMANDS_KEY, ACKS_KEY)):
                 owned.caught_up = True
             for stream, raw in got.items():
                 owned.read_to[stream] = raw[-1][0].decode()

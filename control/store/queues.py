@@ -15,6 +15,8 @@ from typing import TYPE_CHECKING, Any
 
 from msgspec import Struct
 
+from control.store.reading import ReadSize
+
 if TYPE_CHECKING:
     from collections.abc import Iterable, Mapping, Sequence
 
@@ -22,7 +24,7 @@ if TYPE_CHECKING:
 
 _BEGINNING = "0-0"
 
-# Entries of each stream in one answer. A submission may carry a megabyte, and there are many streams.
+# The most entries of each stream in one answer.
 COUNT = 32
 
 
@@ -67,6 +69,7 @@ class QueueReader:
         self._in_hand: dict[int, set[str]] = {partition: set() for partition in queues}
         self._finished: list[tuple[int, str]] = []
         self._full: set[int] = set()
+        self._size = ReadSize(COUNT)
         self._begun = 0
         self._done = 0
 
@@ -116,6 +119,7 @@ class QueueReader:
         self._full.clear()
         for name, entries in found:
             self._take(self._index[name], entries, reading)
+        self._size.note(entries for _, entries in found)
         self._done = self._begun
         return reading
 
@@ -125,7 +129,7 @@ class QueueReader:
         if position < self._glances:
             reading.seen.extend(_entry(partition, entry_id, fields) for entry_id, fields in entries)
             return
-        if len(entries) >= COUNT:
+        if len(entries) >= self._size.count:
             self._full.add(partition)
         in_hand = self._in_hand[partition]
         for entry_id, fields in entries:
@@ -136,7 +140,7 @@ class QueueReader:
 
     async def _fetch(self) -> list[Any]:
         answer = await self._link.call(
-            "XREAD", "COUNT", COUNT, "BLOCK", self._block_ms, "STREAMS", *self._names, *self._last
+            "XREAD", "COUNT", self._size.count, "BLOCK", self._block_ms, "STREAMS", *self._names, *self._last
         )
         return answer or []
 

@@ -10,7 +10,8 @@ from redis.exceptions import ResponseError
 
 from control.store.keys import PartitionKeys
 from control.store.link import LOST, Link, make_pool
-from control.store.queues import COUNT, QueueReader, Reading
+from control.store.queues import QueueReader, Reading
+from control.store.reading import FIRST
 
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator
@@ -48,7 +49,9 @@ class Desk:
         self.link = link
         self.queues = [each.submissions(WORKER) for each in PARTITIONS]
         self.aborts = [each.aborts(WORKER) for each in PARTITIONS]
-        self.reader = QueueReader(link, dict(enumerate(self.queues)), block_ms=NOW_MS, glance=dict(enumerate(self.aborts)))
+        self.reader = QueueReader(
+            link, dict(enumerate(self.queues)), block_ms=NOW_MS, glance=dict(enumerate(self.aborts))
+        )
 
     async def add(self, partition: int = 0, body: bytes = b"x", **fields: Any) -> str:
         return (await self.redis.xadd(self.queues[partition], {"b": body, "p": b"", **fields})).decode()
@@ -156,10 +159,10 @@ async def test_s55_what_was_deleted_by_hand_counts_as_read_once_the_queue_was(de
 
 
 async def test_a_queue_that_holds_more_than_one_answer_is_not_read_yet(desk: Desk) -> None:
-    for _ in range(COUNT + 1):
+    for _ in range(FIRST + 1):
         await desk.add()
     moment = desk.reader.moment
-    assert len((await desk.reader.read()).entries) == COUNT
+    assert len((await desk.reader.read()).entries) == FIRST
     assert not desk.reader.has_read_since(0, moment)
     assert desk.reader.has_read_since(1, moment)
     assert len((await desk.reader.read()).entries) == 1
