@@ -130,12 +130,14 @@ class ControlSection(_Section):
     """The processes' clockwork: how soon a killed owner is replaced, when a stage worker counts as lost.
 
     `brake_s`: how long nothing is closed when more than a third of a stage's workers fall silent at once.
+    `audit_s`: how often what runs and what holds a slot is compared with the sessions.
     """
 
     lease_s: _Seconds = 3.0
     heartbeat_s: _Seconds = 5.0
     heartbeat_interval_s: _Seconds = 1.0
     brake_s: _Seconds = 60.0
+    audit_s: _Seconds = 60.0
     batch_max: Annotated[int, Field(ge=1, le=1000)] = 48
 
     @model_validator(mode="after")

@@ -22,6 +22,7 @@ from control.store.keys import partition_of
 from control.store.link import LOST
 from control.store.scripts import script
 from control.store.server import agree_on_config, check_server
+from workers.admission_audit import AdmissionAudit
 from workers.clock import ServerClock
 from workers.control_setup import core_settings, wire_limits
 from workers.control_stats import ControlStats
@@ -67,7 +68,13 @@ class ControlWorker:
         self.directory = Directory(stage_count)
         self.ownership = Ownership(access, self.worker_id, pipeline.partitions, control.lease_ms, clocks, self.wake)
         self.observer = Observer(
-            access.redis, self.directory, stage_count, control.heartbeat_ms, self._spread_losses, control.brake_ms
+            access.redis,
+            self.directory,
+            stage_count,
+            control.heartbeat_ms,
+            self._spread_losses,
+            control.brake_ms,
+            pipeline.partitions,
         )
         self.desk = SlotDesk(
             self._slots, self.directory, pipeline.max_sessions, control.batch_max, self._is_ours, self._tell
@@ -118,6 +125,11 @@ class ControlWorker:
                 asyncio.create_task(self.observer.run(), name="observer"),
                 asyncio.create_task(self.desk.run(), name="slots"),
             ]
+            if self._pipeline.max_sessions is not None:
+                audit = AdmissionAudit(
+                    redis, self._pipeline.partitions, self._pipeline.control.audit_s, lambda: 0 in self.owned
+                )
+                tasks.append(asyncio.create_task(audit.run(), name="admission audit"))
             owners = [asyncio.create_task(owner.run(), name="owner") for owner in self.owners]
             tasks += owners
             await self._until_ended(owners, tasks)

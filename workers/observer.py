@@ -19,7 +19,7 @@ from redis.exceptions import RedisError
 
 from control.store import keys
 from control.store.link import LOST
-from control.store.lives import end_life, fetch_lives, is_brake_released
+from control.store.lives import end_life, fetch_lives, is_brake_released, sweep_queues
 from workers.brake import Brake
 from workers.placement import Candidate, Directory
 
@@ -51,6 +51,7 @@ class Observer:
     heartbeat_ms: int
     wake: Callable[[], None]
     brake_ms: int = 60_000
+    partitions: int = 1
     lost: dict[str, tuple[str, ...]] = field(default_factory=dict)
     lives: list[Life] = field(default_factory=list)
     _pulses: dict[str, _Pulse] = field(default_factory=dict, init=False)
@@ -157,4 +158,5 @@ class Observer:
             self.lost[life.worker_id] = sessions
             self.wake()
         else:
+            await sweep_queues(self.redis, life.worker_id, self.partitions)
             await cast("Awaitable[int]", self.redis.hdel(keys.STAGES, life.worker_id))

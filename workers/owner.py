@@ -52,7 +52,8 @@ if TYPE_CHECKING:
 log = logging.getLogger("bargein.owner")
 
 BLOCK_MS = 1_000
-KEPT_SESSIONS = 50_000
+# In the memory of one process, in sessions; those that are used stay whatever there are.
+KEPT_SESSIONS = 250_000
 RETRY_S = 0.2
 
 
@@ -315,7 +316,7 @@ class Owner:
         may_expire = self._may_expire(owned)
         for session_id in due:
             partition.look(session_id, heard.get(session_id, 0), now_ms, may_expire=may_expire)
-        partition.forget_some(KEPT_SESSIONS)
+        partition.forget_some(KEPT_SESSIONS // self._pipeline.partitions)
 
     def _set_aside(self, owned: Owned, entry: Entry) -> None:
         """An entry that has ended its worker again and again; its session ends, everything else goes on."""

@@ -12,14 +12,13 @@ import heapq
 import logging
 from collections import deque
 from dataclasses import dataclass, field
-from itertools import islice
 from typing import TYPE_CHECKING, cast
 
 from control.core import commands as c
 from control.core import effects as e
 from control.core.answers import Answers
 from control.core.rejections import Code
-from control.core.rules.answering import refused
+from control.core.rules.answering import is_barred, refused
 from control.core.scene import Scene, Settings
 from control.core.session import NOBODY, Phase, Session, find_due_ms
 from control.core.transitions import step
@@ -38,6 +37,8 @@ log = logging.getLogger("bargein.partition")
 
 # A deadline that may not fire yet is looked at again after this.
 LOOK_AGAIN_MS = 250
+# An answer in memory takes about 230 bytes, a session without any 2.4 kB.
+ANSWERS_A_SESSION = 10
 
 
 @dataclass(slots=True)
@@ -79,6 +80,7 @@ class Partition:
         self._choose_route = choose_route
         self._operation_limit = operation_limit
         self._known: dict[str, Known] = {}
+        self._remembered = 0
         self._due_ms: dict[str, int] = {}
         self._due: list[tuple[int, str]] = []
         self._anew: set[str] = set()
@@ -107,7 +109,9 @@ class Partition:
 
     def learn(self, session_id: str, session: Session | None, answers: list[Answered]) -> None:
         """A session as it is stored."""
+        self._drop(session_id)
         self._known[session_id] = Known(session, Answers(answers, operation_limit=self._operation_limit))
+        self._remembered += len(answers)
 
     def learn_unreadable(self, session_id: str) -> None:
         """What is stored of the session can't be read, and goes with the next commit."""
@@ -136,6 +140,9 @@ class Partition:
         command = received.command
         known = self._known[command.session_id]
         waiting = Waiting(entry_id, command, received.payload, entered_ms)
+        # Without its session's token: refused at once. It takes no place in the line, and is not taken for one there.
+        if _is_barred(known, command) and self._handle(known, waiting, now_ms):
+            return
         if known.waiting:
             if self._is_waiting_twice(known, command):
                 # Sent again while it waits: its one answer is still to come.
@@ -158,7 +165,10 @@ class Partition:
     def tell(self, session_id: str, event: c.Event, now_ms: int) -> None:
         """An event that no stream carries: placement, time, a lost stage. Its session is known."""
         known = self._known[session_id]
-        self._apply(known, session_id, self._decide(known, session_id, event, now_ms))
+        decision = self._decide(known, session_id, event, now_ms)
+        if isinstance(event, c.Audited) and decision.effects:
+            _tell_audit(session_id, event, decision)
+        self._apply(known, session_id, decision)
         self._resume(known, now_ms)
 
     def fail(self, command: c.Command, now_ms: int) -> None:
@@ -226,20 +236,33 @@ class Partition:
         for session_id in self._replied:
             known = self._known.get(session_id)
             if known is not None and known.session is None and not known.waiting:
-                del self._known[session_id]
+                self._drop(session_id)
         self._replied.clear()
         batch, self._batch = self._batch, Batch(self.keys)
         return batch
 
+    @property
+    def weight(self) -> int:
+        """What is in memory, in sessions of about 2.5 kB."""
+        return len(self._known) + self._remembered // ANSWERS_A_SESSION
+
     def forget_some(self, most: int) -> None:
-        """Keep at most `most` sessions in memory; those in use stay."""
-        excess = len(self._known) - most
-        if excess > 0:
-            idle = (session_id for session_id, known in self._known.items() if not known.waiting)
-            for session_id in list(islice(idle, excess)):
-                del self._known[session_id]
+        """Keep at most the weight of `most` sessions in memory; those in use stay."""
+        if self.weight <= most:
+            return
+        # A tenth more, so that it is not done over and over again.
+        enough = most - most // 10
+        for session_id in [session_id for session_id, known in self._known.items() if not known.waiting]:
+            self._drop(session_id)
+            if self.weight <= enough:
+                return
 
     # ---- inside
+
+    def _drop(self, session_id: str) -> None:
+        known = self._known.pop(session_id, None)
+        if known is not None:
+            self._remembered -= len(known.answers)
 
     def _decide(
         self, known: Known, session_id: str, event: c.Event, now_ms: int, entered_ms: int | None = None
@@ -277,7 +300,8 @@ class Partition:
             answers=known.answers,
             choose_route=self._choose_route,
         )
-        decision = refused(scene, known.session or NOBODY, command, code, message)
+        session = NOBODY if known.session is None or _is_barred(known, command) else known.session
+        decision = refused(scene, session, command, code, message)
         return e.Decision(known.session, decision.effects, row="failed")
 
     def _handle(self, known: Known, waiting: Waiting, now_ms: int) -> bool:
@@ -312,6 +336,7 @@ class Partition:
         for effect in decision.effects:
             if isinstance(effect, e.Answer) and effect.remember is not None and (has_life(before) or has_life(after)):
                 dropped = known.answers.remember(effect.remember)
+                self._remembered += 1 - dropped
                 if dropped:
                     self._batch.trim_answers(session_id, dropped)
         known.session = after
@@ -326,7 +351,8 @@ class Partition:
         while position < len(known.waiting):
             waiting = known.waiting[position]
             ordered = isinstance(waiting.command, c.Append | c.Update)
-            if not (ordered and held_up) and self._handle(known, waiting, now_ms):
+            held = ordered and held_up and not _is_barred(known, waiting.command)
+            if not held and self._handle(known, waiting, now_ms):
                 del known.waiting[position]
                 known.waiting_bytes -= _size(waiting)
                 if not ordered:
@@ -359,7 +385,10 @@ class Partition:
 
     def _is_waiting_twice(self, known: Known, command: c.Command) -> bool:
         return any(
-            w.command.control_id == command.control_id and type(w.command) is type(command) for w in known.waiting
+            w.command.control_id == command.control_id
+            and type(w.command) is type(command)
+            and w.command.token == command.token
+            for w in known.waiting
         )
 
     def _rearm(self, session_id: str, session: Session | None, *, force: bool) -> None:
@@ -399,6 +428,20 @@ def _may_be_due_earlier(before: Session | None, after: Session | None, armed_ms:
         or before.debts is not after.debts
         or before.lease.detached_at_ms != after.lease.detached_at_ms
     )
+
+
+def _tell_audit(session_id: str, event: c.Audited, decision: e.Decision) -> None:
+    """A request that nobody owns is news. A slot may just have been given back while the audit was on its way."""
+    if any(isinstance(effect, e.Abort) for effect in decision.effects):
+        text = "session %s: nobody owns the requests of life %d, epochs %s, that run at %s; they are aborted"
+        log.warning(text, session_id, event.incarnation, event.epochs, event.holder)
+    else:
+        what = "has a slot for nobody" if event.has_slot else "lacks a slot"
+        log.info("session %s: %s %s of life %d; put right", session_id, event.holder, what, event.incarnation)
+
+
+def _is_barred(known: Known, command: c.Command) -> bool:
+    return known.session is not None and known.session.token is not None and is_barred(known.session, command)
 
 
 def _size(waiting: Waiting) -> int:

@@ -177,6 +177,10 @@ class Lanes:
         """Every request that the engine may hold."""
         return list(self._lanes)
 
+    def held(self) -> list[tuple[str, int, int]]:
+        """Session id, incarnation and epoch of each."""
+        return [(lane.session_id, lane.incarnation, lane.epoch) for lane in self._lanes.values()]
+
     def name_of(self, order: SubmissionOrder) -> str:
         """The request id that an order belongs to."""
         fence = order.fence

@@ -23,6 +23,7 @@ from control.store.link import LOST
 from control.store.queues import QueueReader, Queues
 from control.wire.stage import RequestFailedAck
 from workers.stage_acks import AckOutbox, Queue
+from workers.stage_audit import Audit
 from workers.stage_cleanup import Cleanups
 from workers.stage_forward import wrap_output
 from workers.stage_heartbeat import Heartbeat
@@ -142,6 +143,7 @@ class StageLife:
             note_gone=self._heartbeat.note_gone,
             give_up_engine=self.died,
         )
+        self._audit = Audit(access.redis, worker_id, setup, self.lanes, self._acks)
         now_s = asyncio.get_running_loop().time()
         self._read_s = dict.fromkeys((*self._submissions.readers, *self._aborts.readers), now_s)
 
@@ -166,6 +168,7 @@ class StageLife:
         for loop in self._outbox.loops():
             self._spawn(loop, "outputs")
         self._spawn(self._heartbeat.run(), "heartbeat")
+        self._spawn(self._audit.run(), "audit")
         try:
             return await self._over
         finally:

@@ -1,8 +1,9 @@
 """What a session has already answered, so that a command sent again has one effect and the same reply (I4, D5).
 
 Responsible for the memory of the last answers: a hash of the control id, the op, the code and the numbers of the
-detail; the rest of a reply is rebuilt from the command itself. Leaves the storing to the commit (a list a session,
-written by increment). Pure, but `Answers` is mutable: its owner drops it whole when a commit is refused.
+detail; the rest of a reply is rebuilt from the command itself. The answers of a life with a token are found only by
+commands that show it, even after that life, since its digest is part of the hash. Leaves the storing to the commit (a
+list a session, written by increment). Pure, but `Answers` is mutable: dropped whole when a commit is refused.
 """
 
 from __future__ import annotations
@@ -14,6 +15,7 @@ from hashlib import blake2b
 from msgspec import Struct
 
 from control.core.fence import Fence
+from control.core.tokens import TokenDigest
 
 KEEP_ANSWERS = 256
 KEEP_MS = 60_000
@@ -23,6 +25,13 @@ KEEP_MS = 60_000
 def digest(text: str) -> bytes:
     """Eight bytes that stand for an id of up to 128 bytes. 2^-46 a pair within 256 answers: never by accident."""
     return blake2b(text.encode(), digest_size=8).digest()
+
+
+def key_of(control_id: str, token: TokenDigest | None) -> bytes:
+    """What an answer is remembered under: its command's id, within a life with a token together with that token."""
+    if token is None:
+        return digest(control_id)
+    return blake2b(control_id.encode(), digest_size=8, key=token.sha256).digest()
 
 
 class Operation(Struct, frozen=True, gc=False, array_like=True):
@@ -66,9 +75,12 @@ class Answers:
         """How many answers are remembered."""
         return len(self._order)
 
-    def find(self, control_id: str) -> Answered | None:
-        """The answer that `control_id` has had, if it is still remembered."""
-        return self._by_key.get(digest(control_id)) if self._by_key else None
+    def find(self, control_id: str, token: TokenDigest | None = None) -> Answered | None:
+        """The answer that `control_id` has had, if it is still remembered; in a life with a token only with that."""
+        if not self._by_key:
+            return None
+        found = self._by_key.get(digest(control_id))
+        return found if found is not None or token is None else self._by_key.get(key_of(control_id, token))
 
     def find_operation(self, operation_id: str, accepted: Fence) -> Answered | None:
         """The completed append of this operation in the accepted fence's life and epoch."""

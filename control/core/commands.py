@@ -11,13 +11,15 @@ from typing import Any
 from msgspec import Struct
 
 from control.core.fence import Fence
+from control.core.tokens import TokenDigest
 
 
 class Command(Struct, frozen=True, gc=False, kw_only=True):
     """What every command carries.
 
     `control_id` names it for good: the same id again is the same command (D5). `deadline_ms` counts from the
-    stream entry's own time; a command older than that is refused as `timeout`, a cancel or a close never is.
+    stream entry's own time; a command older than that is refused as `timeout`, a cancel or a close never is. `token`:
+    the digest of the token that it shows; an open's is the one that its whole life will be asked for.
     """
 
     control_id: str
@@ -26,6 +28,7 @@ class Command(Struct, frozen=True, gc=False, kw_only=True):
     expected_lease_generation: int | None = None
     traceparent: str | None = None
     deadline_ms: int | None = None
+    token: TokenDigest | None = None
 
 
 DEFAULT_LEVEL = "serving_session_adapter"
@@ -162,6 +165,19 @@ class RequestFailed(Struct, frozen=True, gc=False):
     message: str
 
 
+class Audited(Struct, frozen=True, gc=False):
+    """What a holder of slots has of a life of the session: requests of `epochs`, and a slot or none.
+
+    `stage_id`: the holder's stage, if it is a stage worker.
+    """
+
+    holder: str
+    stage_id: int
+    incarnation: int
+    epochs: tuple[int, ...]
+    has_slot: bool
+
+
 class StageLost(Struct, frozen=True, gc=False):
     """A stage worker's life is over and fenced off: it holds nothing any more and can say nothing any more."""
 
@@ -235,6 +251,7 @@ Event = (
     | CleanupFailed
     | RequestFailed
     | StageLost
+    | Audited
     | Placed
     | PlacementRefused
     | DebtPaid

@@ -52,6 +52,7 @@ class Abort(Struct, frozen=True, gc=False, kw_only=True):
     """Queue an abort of the requests of `epochs` at one worker of the route, for cleanup `number`.
 
     `restart`: the worker has not confirmed for so long that its engine must go if this try fails as well.
+    `incarnation`: of requests that are not of the session's present life.
     """
 
     worker_id: str
@@ -60,6 +61,7 @@ class Abort(Struct, frozen=True, gc=False, kw_only=True):
     attempt: int
     epochs: tuple[int, ...]
     restart: bool = False
+    incarnation: int | None = None
 
 
 class Release(Struct, frozen=True, gc=False):

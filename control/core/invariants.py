@@ -28,7 +28,7 @@ def _phase(s: Session) -> list[str]:
         broken.append("an opening session knows its open and its holders")
     if s.phase is not Phase.OPENING and s.opening is not None:
         broken.append("only an opening session has an open under way")
-    if s.phase is Phase.VACANT and (s.requests or s.cleanups or s.append or s.holders or s.route):
+    if s.phase is Phase.VACANT and (s.requests or s.cleanups or s.append or s.holders or s.route or s.token):
         broken.append("I3: a vacant record holds nothing")
     if (s.phase is Phase.CLOSING) != (s.lease.terminal_reason is not None):
         broken.append("I10: exactly a closing session has a terminal reason")

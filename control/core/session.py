@@ -21,6 +21,7 @@ from control.core.cleanup import Cleanup
 from control.core.fence import MAX_COMPONENT, Fence
 from control.core.lease import Lease
 from control.core.requests import Request
+from control.core.tokens import TokenDigest
 
 # Above every epoch: nothing may be submitted, forwarded or published any more.
 FLOOR_CLOSED = MAX_COMPONENT + 1
@@ -88,7 +89,8 @@ class Session(Struct, frozen=True, gc=False, array_like=True):
 
     `floor`: the lowest epoch that may still be submitted, forwarded or published. `turn_key`: the fence key that
     `input_turn_seq` counts in. `number`: the last one given to a submission or a cleanup. `cleanups` is stored apart,
-    in the hash that operators read, and joined on load.
+    in the hash that operators read, and joined on load. `token`: what every command of this life has to show, if
+    anything; a vacant record has none.
     """
 
     layout: int
@@ -113,6 +115,7 @@ class Session(Struct, frozen=True, gc=False, array_like=True):
     debts: tuple[Debt, ...] = ()
     ended: Ended | None = None
     cleanups: tuple[Cleanup, ...] = ()
+    token: TokenDigest | None = None
 
     def is_forgettable(self, now_ms: int) -> bool:
         """Whether a vacant record's tombstone has had its hour."""

@@ -1,7 +1,8 @@
 """The transition table: what each phase makes of each event. Total: late, repeated and senseless pairs have rows too.
 
-Responsible for which rule applies, and for the order in which a command is looked at: answered before (I4), too old,
-then its row. Leaves everything else to `rules/`. Pure. The row's id shows in logs, metrics, tests and the docs.
+Responsible for which rule applies, and for the order in which a command is looked at: without its session's token,
+answered before (I4), too old, then its row. Leaves everything else to `rules/`. Pure. The row's id shows in logs,
+metrics, tests and the docs.
 """
 
 from __future__ import annotations
@@ -15,8 +16,8 @@ from msgspec.structs import replace
 from control.core import commands as c
 from control.core.effects import Decision
 from control.core.rejections import Code
-from control.core.rules import answering, append, attach, close, closing, open, release, turn  # noqa: A004  a rule file per command family
-from control.core.rules.answering import find_repeat, refused
+from control.core.rules import answering, append, attach, audit, close, closing, open, release, turn  # noqa: A004  a rule file per command family
+from control.core.rules.answering import find_repeat, find_token_refusal, refused
 from control.core.session import NOBODY, Phase, Session
 
 if TYPE_CHECKING:
@@ -138,6 +139,11 @@ TABLE = (
     Row("T82", OPENING, c.Malformed,        answering.refuse_malformed,      (OPENING,)),
     Row("T83", OPEN,    c.Malformed,        answering.refuse_malformed,      (OPEN,)),
     Row("T84", CLOSING, c.Malformed,        answering.refuse_malformed,      (CLOSING,)),
+
+    Row("T85", VACANT,  c.Audited,          audit.compare,                   (VACANT,)),
+    Row("T86", OPENING, c.Audited,          audit.compare,                   (OPENING,)),
+    Row("T87", OPEN,    c.Audited,          audit.compare,                   (OPEN,)),
+    Row("T88", CLOSING, c.Audited,          audit.compare,                   (CLOSING,)),
 )
 # fmt: on
 
@@ -148,7 +154,8 @@ def step(scene: Scene, session: Session | None, event: c.Event) -> Decision:
     """Decide one event. The session in the decision is the very object given where nothing changed."""
     current = NOBODY if session is None else session
     if isinstance(event, c.Command):
-        early = find_repeat(scene, current, event) or _find_overdue(scene, current, event)
+        early = find_token_refusal(scene, current, event) if current.token is not None else None
+        early = early or find_repeat(scene, current, event) or _find_overdue(scene, current, event)
         if early is not None:
             return _of_row(early, session, "T00")
     row = ROWS[current.phase, type(event)]

@@ -191,7 +191,8 @@ class Batch:
                 case e.Submit():
                     self._submit(session_id, effect, payload)
                 case e.Abort():
-                    self._abort(session_id, incarnation, effect)
+                    life = incarnation if effect.incarnation is None else effect.incarnation
+                    self._abort(session_id, life, effect)
                 case e.Release(epochs):
                     stages = len((before or after or NOBODY).route)
                     self._released += (

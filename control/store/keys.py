@@ -9,7 +9,7 @@ producers; the rest is the project's own and may change with the stored layout's
 | `bargein:config` | hash | `protocol`, `partitions`, `layout` | the first process | for ever |
 | `bargein:controls` | zset | control worker id -> alive until (ms) | control workers | while any runs |
 | `bargein:ownership` | stream | hints that ownership may move now | control workers | 16 entries |
-| `bargein:stages` | hash | stage worker id -> stage, capacity, engine | stage workers | until its life is over |
+| `bargein:stages` | hash | stage worker id -> stage, capacity, engine | stage workers | until nobody is placed on it |
 | `bargein:brake:<stage>` | string | there: silent workers of the stage may be given up | an operator | 10 minutes |
 | `bargein:{w:<id>}` | hash | `state`, `beat`, `capacity`, load | stage worker; `dead`: owner | an hour past a beat |
 | `bargein:{w:<id>}:slots` | hash | session id -> `<incarnation> <token number>` | owners | while held |
@@ -31,8 +31,8 @@ producers; the rest is the project's own and may change with the stored layout's
 | `bargein:{p}:strangers` | zset | session ids without a session -> their events' end (ms) | owner | a minute |
 | `bargein:{p}:events:<session>` | stream | what its listener reads | owner, publish | 5 minutes past the end |
 | `bargein:{p}:answers:<session>` | list | what was answered, oldest first | owner | 5 minutes past the end |
-| `bargein:{p}:submissions:<worker>` | stream | input for that life of a stage worker | owner, publish | that life |
-| `bargein:{p}:aborts:<worker>` | stream | what that life has to stop | owner | that life |
+| `bargein:{p}:submissions:<worker>` | stream | input for that life of a stage worker | owner, publish | with `stages` |
+| `bargein:{p}:aborts:<worker>` | stream | what that life has to stop | owner | with `stages` |
 """
 
 from __future__ import annotations

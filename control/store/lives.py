@@ -18,6 +18,7 @@ from redis.exceptions import ResponseError
 from control.store import keys
 from control.store.scripts import script
 from control.store.server import fetch_now_ms
+from control.store.slots import read_slot
 
 if TYPE_CHECKING:
     from collections.abc import Awaitable, Mapping
@@ -101,13 +102,8 @@ async def end_life(redis: Redis, worker_id: str, seen_beat: int | None = None) -
 
 
 async def say_goodbye(redis: Redis, worker_id: str) -> None:
-    """A worker ends its own life. It leaves the index unless sessions are still placed on it.
-
-    Those have to be told: their owners find the dead life in the index, and take it out once no slot is held there.
-    """
+    """A worker ends its own life. The control workers find it in the index, and see to what it has left."""
     await end_life(redis, worker_id)
-    if await cast("Awaitable[int]", redis.hlen(keys.worker_slots(worker_id))) == 0:
-        await cast("Awaitable[int]", redis.hdel(keys.STAGES, worker_id))
 
 
 async def release_brake(redis: Redis, stage: str, for_s: int = 600) -> None:
@@ -123,6 +119,24 @@ async def is_brake_released(redis: Redis, stage: str) -> bool:
 async def count_slots(redis: Redis, worker_id: str) -> int:
     """How many sessions are placed on a worker."""
     return await cast("Awaitable[int]", redis.hlen(keys.worker_slots(worker_id)))
+
+
+async def fetch_slots(redis: Redis, worker_id: str) -> dict[str, int]:
+    """The sessions that are placed on a worker, with their incarnations."""
+    found = await cast("Awaitable[dict[Any, Any]]", redis.hgetall(keys.worker_slots(worker_id)))
+    slots = {_text(name): read_slot(value) for name, value in found.items()}
+    return {name: incarnation for name, incarnation in slots.items() if incarnation is not None}
+
+
+async def sweep_queues(redis: Redis, worker_id: str, partitions: int) -> None:
+    """Remove the queues of a life that is over, once no session is placed on it: nobody reads or fills them again."""
+    async with redis.pipeline(transaction=False) as pipe:
+        for partition in range(partitions):
+            known = keys.PartitionKeys(partition)
+            # One at a time: on a cluster they are in different slots.
+            pipe.unlink(known.submissions(worker_id))
+            pipe.unlink(known.aborts(worker_id))
+        await pipe.execute()
 
 
 async def fetch_lives(redis: Redis) -> list[Life]:

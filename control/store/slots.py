@@ -27,6 +27,12 @@ class Slot(IntEnum):
     DEPOSED = 4
 
 
+def read_slot(value: bytes) -> int | None:
+    """The incarnation that holds a slot, as the script wrote it; None for what it did not write."""
+    incarnation = value.partition(b" ")[0]
+    return int(incarnation) if incarnation.isdigit() else None
+
+
 def slot_call(
     what: str,
     holder: str,

@@ -1,9 +1,9 @@
 """A producer's command: from a stream entry's fields to a value of `control/core/commands.py`.
 
-Responsible for version 1 of the command body, MessagePack or JSON, its limits, and the path of what is wrong. Leaves
-everything that depends on a session to the core. Pure. Says no in two ways: a `Malformed` command where a session can
-be named, which the core answers; `Unreadable` where none can, which becomes a dead letter. It never raises anything
-else, whatever the bytes.
+Responsible for version 1 of the command body, MessagePack or JSON, its limits, and the path of what is wrong; and for
+tokens, which end here: a command has the digest. Leaves everything that depends on a session to the core. Pure. Says no
+in two ways: a `Malformed` command where a session can be named, which the core answers; `Unreadable` where none can,
+which becomes a dead letter. It never raises anything else, whatever the bytes.
 """
 
 from __future__ import annotations
@@ -12,6 +12,7 @@ import binascii
 import unicodedata
 from base64 import b64decode
 from hashlib import blake2b
+from itertools import chain
 from typing import Any
 
 import msgspec
@@ -20,7 +21,8 @@ from msgspec import UNSET, Raw, Struct, UnsetType
 from control.core import commands as c
 from control.core.fence import Component, Fence
 from control.core.rejections import Code
-from control.wire.limits import Limits
+from control.core.tokens import TokenDigest, digest_token
+from control.wire.limits import TOKEN_MIN_BYTES, Limits
 
 PROTOCOL = 1
 
@@ -29,6 +31,8 @@ MAX_LEVELS = 64
 MIN_INTEGER, MAX_INTEGER = -(2**63), 2**64 - 1
 
 _JSON_BRACE = ord("{")
+# What the decoders make of maps, of lists, and of lists that are a map's key.
+_CONTAINERS = {dict, list, tuple}
 
 
 class Unreadable(Exception):
@@ -43,6 +47,7 @@ class _Body(Struct, tag_field="op", kw_only=True):
     expected_lease_generation: Component | None = None
     traceparent: str | None = None
     deadline_ms: Component | None = None
+    token: str | None = None
 
 
 class _Open(_Body, tag="open", kw_only=True):
@@ -88,6 +93,7 @@ class _Header(Struct, kw_only=True):
     control_id: Any = None
     session_id: Any = None
     fence: Any = None
+    token: Any = None
 
 
 _Any = _Open | _Append | _Signal | _Close | _Touch | _Resume
@@ -136,6 +142,9 @@ def decode_command(body: bytes, payload: bytes | None = None, limits: Limits = L
     wrong = _find_id_fault(decoded.control_id, limits.control_id_bytes)
     if wrong is not None:
         return _malformed(_header_of(decoded), Code.INVALID_ARGUMENT, f"$.control_id: {wrong}", limits)
+    wrong = None if decoded.token is None else _find_token_fault(decoded.token, limits)
+    if wrong is not None:
+        return _malformed(_header_of(decoded), Code.INVALID_ARGUMENT, f"$.token: {wrong}", limits)
     try:
         return _received(decoded, payload, limits, json=json)
     except _Refused as refusal:
@@ -149,13 +158,14 @@ class _Refused(Exception):
 
 
 def _received(body: Any, payload: bytes | None, limits: Limits, *, json: bool) -> Received:
-    common = {
+    common: dict[str, Any] = {
         "control_id": body.control_id,
         "session_id": body.session_id,
         "fence": body.fence,
         "expected_lease_generation": body.expected_lease_generation,
         "traceparent": body.traceparent,
         "deadline_ms": body.deadline_ms,
+        "token": None if body.token is None else digest_token(body.token.encode()),
     }
     match body:
         case _Append():
@@ -247,19 +257,27 @@ def _require_plain_config(body: _Open | _Signal) -> None:
 
 
 def _require_plain(path: str, value: Any) -> None:
-    """Refuse what could be read here but not packed again, or not read again by whoever stands deeper in its stack."""
+    """Refuse what could be read here but not packed again, or not read again by whoever stands deeper in its stack.
+
+    Level by level and kind by kind: a body of a million values must not hold up everybody else (I11).
+    """
     level, values = 0, [value]
     while values:
-        if any(isinstance(x, int) and not MIN_INTEGER <= x <= MAX_INTEGER for x in values):
-            raise _Refused(Code.INVALID_ARGUMENT, f"{path}: an integer in it has more than 64 bits")
+        kinds = set(map(type, values))
+        if int in kinds:
+            numbers = values if len(kinds) == 1 else [x for x in values if type(x) is int]
+            if min(numbers) < MIN_INTEGER or max(numbers) > MAX_INTEGER:
+                raise _Refused(Code.INVALID_ARGUMENT, f"{path}: an integer in it has more than 64 bits")
         if level > MAX_LEVELS:
             raise _Refused(Code.INVALID_ARGUMENT, f"{path}: it is nested more than {MAX_LEVELS} levels deep")
         level += 1
-        values = [inner for x in values if isinstance(x, dict | list | tuple) for inner in _parts(x)]
-
-
-def _parts(container: Any) -> list[Any]:
-    return [*container, *container.values()] if isinstance(container, dict) else list(container)
+        inner: list[Any] = []
+        for kind in kinds & _CONTAINERS:
+            some = values if len(kinds) == 1 else [x for x in values if type(x) is kind]
+            inner.extend(chain.from_iterable(some))
+            if kind is dict:
+                inner.extend(chain.from_iterable(each.values() for each in some))
+        values = inner
 
 
 def _read_header(body: bytes) -> _Header:
@@ -277,6 +295,7 @@ def _header_of(body: Any) -> _Header:
         control_id=body.control_id,
         session_id=body.session_id,
         fence=body.fence,
+        token=body.token,
     )
 
 
@@ -304,8 +323,25 @@ def _malformed(header: _Header, code: Code, message: str, limits: Limits) -> Rec
             op=op[:32],
             code=code,
             message=message,
+            token=_find_shown_token(header, limits),
         )
     )
+
+
+def _find_shown_token(header: _Header, limits: Limits) -> TokenDigest | None:
+    """The token that a body shows although it is no command: its refusal must not be another's."""
+    token = header.token
+    if not isinstance(token, str) or _find_token_fault(token, limits) is not None:
+        return None
+    return digest_token(token.encode())
+
+
+def _find_token_fault(token: str, limits: Limits) -> str | None:
+    """What is wrong with a token, without a word of it; or None."""
+    size = len(token.encode())
+    if TOKEN_MIN_BYTES <= size <= limits.token_bytes:
+        return None
+    return f"it has {size} bytes, {TOKEN_MIN_BYTES} to {limits.token_bytes} are allowed"
 
 
 def _find_id_fault(text: str, limit_bytes: int) -> str | None:

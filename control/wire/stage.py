@@ -111,7 +111,18 @@ class RetryCleanups(Struct, frozen=True, gc=False, array_like=True, tag=6):
     session_id: str
 
 
-Ack = AcceptedAck | RejectedAck | CleanedAck | CleanupFailedAck | RequestFailedAck | RetryCleanups
+class AuditAck(Struct, frozen=True, gc=False, array_like=True, tag=7):
+    """What a holder of slots has of a life of the session, whether or not anybody knows of it."""
+
+    session_id: str
+    incarnation: int
+    holder: str
+    stage_id: int
+    epochs: tuple[int, ...]
+    has_slot: bool
+
+
+Ack = AcceptedAck | RejectedAck | CleanedAck | CleanupFailedAck | RequestFailedAck | RetryCleanups | AuditAck
 
 _encoder = msgspec.msgpack.Encoder()
 _ack = msgspec.msgpack.Decoder(Ack)
@@ -143,6 +154,8 @@ def decode_ack(body: bytes) -> tuple[str, c.Event]:
             return ack.session_id, c.RequestFailed(ack.incarnation, ack.epoch, ack.worker_id, ack.message)
         case RetryCleanups():
             return ack.session_id, c.RetryNow()
+        case AuditAck():
+            return ack.session_id, c.Audited(ack.holder, ack.stage_id, ack.incarnation, ack.epochs, ack.has_slot)
 
 
 def decode_submission(body: bytes) -> SubmissionOrder:

@@ -14,11 +14,14 @@ from control.core import commands, replies
 from control.core.fence import Fence
 from control.core.lease import Activity
 from control.core.rejections import Code
+from control.core.tokens import digest_token
 from control.store import keys
 from control.wire.commands import decode_command
 from control.wire.events import OutputEvent, encode_event
+from control.wire.limits import TOKEN_MIN_BYTES, Limits
 
 FENCE = Fence(incarnation=1, epoch=2, turn_id=3, response_seq=4)
+TOKEN = "sixteen bytes or möre"
 TALK = Conversation("s0", 1, Options(), input_modes=("append_tokens",))
 INPUT: dict[str, Any] = {"mode": None, "final": True, "operation_id": "o", "deadline_ms": 5}
 
@@ -49,6 +52,13 @@ def test_every_command_is_understood(command: protocol.Command, kind: type[comma
     assert type(understood) is kind
     assert (understood.control_id, understood.session_id) == (command.control_id, "s0")
     assert understood.fence.incarnation == 1
+
+
+def test_a_token_arrives_as_the_workers_digest_it() -> None:
+    talk = Conversation("s0", 1, Options(), input_modes=("append_tokens",), token=TOKEN)
+    for command in (talk.open("duplex", None, None), talk.append([1], **INPUT), talk.close("client_close")):
+        assert received(command).command.token == digest_token(TOKEN.encode())
+    assert (TOKEN_MIN_BYTES, Limits().token_bytes) == (protocol.TOKEN_MIN_BYTES, protocol.TOKEN_MAX_BYTES)
 
 
 def test_what_a_command_says_arrives() -> None:

@@ -17,6 +17,7 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, precondition,
 from control.core import commands as c
 from control.core.fence import Fence
 from control.core.session import Phase
+from control.core.tokens import digest_token
 from tests.core.call import BAD_CONFIG
 from tests.core.world import SESSION_IDS, STAGES, Life, World
 
@@ -26,6 +27,9 @@ SIDS = st.sampled_from(SESSION_IDS)
 PICK = st.integers(0, 10_000)
 OFTEN = st.sampled_from([True, True, True, False])
 SELDOM = st.sampled_from([False, False, False, True])
+# What a command shows; RIGHT stands for what its session asks for.
+RIGHT = "right"
+TOKENS: list[Any] = [None, digest_token(b"a token of left's"), digest_token(b"a token of right's")]
 # How far a command's fence lies from the accepted one: incarnation, epoch, turn, response.
 NEAR = st.tuples(
     st.sampled_from([0] * 14 + [1, -1]),
@@ -40,6 +44,7 @@ COMMON = st.fixed_dictionaries(
         "control_id": st.sampled_from(["", "", "", "again1", "again2"]),
         "expected_lease_generation": st.sampled_from([None, None, None, 0, 1, 2]),
         "deadline_ms": st.sampled_from([None, None, None, 0, 500, 60_000]),
+        "token": st.sampled_from([RIGHT] * 8 + TOKENS),
     },
 )
 MODES = st.sampled_from([["append_tokens"]] * 6 + [None, [], ["telepathy"], [3]])
@@ -83,6 +88,11 @@ class Machine(RuleBasedStateMachine):
         known: dict[str, Any] = {"session_id": sid, "fence": near(self.base(self.world.lives[sid]), by), **common}
         if not known.get("control_id") and kind is not c.Malformed:
             known["control_id"] = f"c{self.last_id}"
+        if known.get("token", RIGHT) == RIGHT:
+            session = self.world.lives[sid].session
+            # Every other life of an id has a token.
+            fresh = TOKENS[1 + SESSION_IDS.index(sid)] if self.last_id % 2 else None
+            known["token"] = fresh if session is None or session.phase is Phase.VACANT else session.token
         self.world.deliver(sid, kind(**{**known, **fields}))
 
     def dial(self, sid: str) -> None:

@@ -36,6 +36,7 @@ EXAMPLES: dict[type[Any], Callable[[Call], Any]] = {
     c.CleanupFailed: lambda call: c.CleanupFailed(1, 1, 1, "ear", True, "no"),
     c.RequestFailed: lambda call: c.RequestFailed(1, 0, "ear", "no"),
     c.StageLost: lambda call: c.StageLost("ear"),
+    c.Audited: lambda call: c.Audited("ear", 0, 1, (0,), True),
     c.Placed: lambda call: c.Placed(1, 1),
     c.PlacementRefused: lambda call: c.PlacementRefused(1, 1, "ear"),
     c.DebtPaid: lambda call: c.DebtPaid(1, "ear"),

@@ -18,7 +18,7 @@ from msgspec.structs import replace
 
 from control.core import commands as c
 from control.core import effects as e
-from control.core.answers import Answered, Answers
+from control.core.answers import Answered, Answers, key_of
 from control.core.fence import Fence
 from control.core.invariants import find_broken
 from control.core.lease import IDLE_TTL_EXPIRED
@@ -50,7 +50,7 @@ class Life:
     seen_output_ms: int = 0  # as the owner has read it
     # I4: commands that a reply is still due to, by control id and op; and what was answered for good
     unanswered: set[tuple[str, str]] = field(default_factory=set)
-    answered: dict[str, tuple[c.Command | None, Reply]] = field(default_factory=dict)
+    answered: dict[bytes, tuple[c.Command | None, Reply]] = field(default_factory=dict)
     by_id: dict[tuple[str, str], c.Command] = field(default_factory=dict)
     # I2, I5: keyed by incarnation
     submits: list[tuple[int, e.Submit]] = field(default_factory=list)
@@ -104,6 +104,9 @@ class World:
         """A command as the owner reads it: input keeps its place behind what waits."""
         life = self.lives[sid]
         life.sent.append(command)
+        if is_barred(life, command):
+            assert self._try(life, command, self.now_ms), "a command without its session's token takes no place"
+            return
         behind = isinstance(command, c.Append | c.Update) or life.phase is not Phase.OPEN
         if life.waiting and behind and not isinstance(command, c.Close):
             life.waiting.append((command, self.now_ms))
@@ -122,6 +125,9 @@ class World:
     def _go_on(self, life: Life) -> None:
         while life.waiting and self._try(life, *life.waiting[0]):
             del life.waiting[0]
+        for waiting in [w for w in life.waiting if is_barred(life, w[0])]:
+            assert self._try(life, *waiting)
+            life.waiting.remove(waiting)
 
     def _try(self, life: Life, command: c.Command, entered_ms: int) -> bool:
         decision = self._decide(life, cast("c.Event", command), entered_ms)
@@ -137,6 +143,9 @@ class World:
         heard = next((x.output_ms for x in decision.effects if isinstance(x, e.ExpireUnlessHeard)), None)
         if heard is not None and life.output_ms > heard:
             return None  # the commit is refused: the session was heard after all
+        if isinstance(event, c.Command) and is_barred(life, event):
+            self._check_barred(life, event, decision)
+            return decision
         if isinstance(event, c.Command):
             self._check_command(life, event, decision)
         self._check_step(life, before, event, decision)
@@ -181,11 +190,22 @@ class World:
         self.reached.add((decision.row, after))
         return decision
 
+    def _check_barred(self, life: Life, command: c.Command, decision: e.Decision) -> None:
+        assert decision.session is life.session, "I8: a command without its session's token changes the session"
+        (effect,) = decision.effects
+        assert isinstance(effect, e.Answer)
+        assert (effect.reply.control_id, effect.reply.op) == (command.control_id, c.op_of(command))
+        expected = command.code if isinstance(command, c.Malformed) else Code.FAILED_PRECONDITION
+        assert effect.reply.code == expected, "I4: the reply of another for a command without the token"
+        assert effect.reply.accepted_fence is None
+        assert effect.remember is None, "I4: a refusal without the token would be another's answer"
+
     def _check_command(self, life: Life, command: c.Command, decision: e.Decision) -> None:
         op, control_id = c.op_of(command), command.control_id
         replies = [x.reply for x in decision.effects if isinstance(x, e.Answer)]
         own = [r for r in replies if (r.control_id, r.op) == (control_id, op)]
-        known = life.answered.get(control_id) if control_id else None
+        names = (key_of(control_id, None), key_of(control_id, command.token))
+        known = next((life.answered[name] for name in names if name in life.answered), None) if control_id else None
         if known is not None:
             assert len(own) == 1 == len(decision.effects), f"I4: {control_id} sent again has a second effect"
             assert decision.session is life.session, f"I4: {control_id} sent again changes the session"
@@ -369,16 +389,20 @@ class World:
             life.answers.remember(_through_bytes(remember))
             life.stored_answers.append(remember)
         key = (reply.control_id, reply.op)
-        if reply.control_id in life.answered:
-            return  # a replay: checked already
+        if key not in life.unanswered and self._is_replay(life, event, reply):
+            return  # checked already
         assert key in life.unanswered, f"I4: a second reply to {key}"
         life.unanswered.remove(key)
         if remember is not None:
             assert not reply.retryable, "D5: a retryable answer is no answer for good"
-            life.answered[reply.control_id] = (life.by_id.get(key), reply)
+            life.answered[remember.key] = (life.by_id.get(key), reply)
         life.by_id.pop(key, None)
         if reply.op == "append" and reply.ok:
             self._note_accepted_append(life, event, reply)
+
+    def _is_replay(self, life: Life, event: c.Event, reply: Reply) -> bool:
+        shown = event.token if isinstance(event, c.Command) else None
+        return any(key_of(reply.control_id, token) in life.answered for token in (None, shown))
 
     def _note_accepted_append(self, life: Life, event: c.Event, reply: Reply) -> None:
         assert reply.fence is not None
@@ -568,7 +592,8 @@ class World:
             self.judge(life.sid, len(life.submits) - 1, accept=True)
         elif session.phase is Phase.OPEN and not life.waiting:
             name = f"end{life.incarnation}"
-            self.deliver(life.sid, c.Close(control_id=name, session_id=life.sid, fence=session.fence))
+            last = c.Close(control_id=name, session_id=life.sid, fence=session.fence, token=session.token)
+            self.deliver(life.sid, last)
         for index in self.pending_aborts(life):
             self.confirm(life.sid, index)
         if life.session is not None and (life.session.debts or life.phase is Phase.OPENING):
@@ -592,6 +617,13 @@ class World:
 def _through_bytes(value: Any, kind: Any = None) -> Any:
     """The value as another process would read it."""
     return msgspec.msgpack.decode(msgspec.msgpack.encode(value), type=kind or type(value))
+
+
+def is_barred(life: Life, command: c.Command) -> bool:
+    """Whether the life was opened with a token that the command does not show, spelled out once more."""
+    return (
+        life.phase is not Phase.VACANT and life.session is not None and life.session.token not in {None, command.token}
+    )
 
 
 def _is_behind(accepted: Fence, fence: Fence) -> bool:

@@ -13,14 +13,14 @@ from control.store import keys
 LIVES_MS = {
     "for ever": None,
     "while any runs": None,
-    "until its life is over": None,
+    "until nobody is placed on it": None,
     "while held": None,
     "until applied": None,
     "while open or closing": None,
     "until confirmed": None,
     "until released": None,
     "with the session": None,
-    "that life": None,
+    "with `stages`": None,
     "an hour past the session's end": None,  # a hash of many sessions; each field goes by its deadline
     "16 entries": None,
     "10,000 entries": None,

@@ -15,8 +15,10 @@ from control.store.lives import (
     end_life,
     fetch_figures,
     fetch_lives,
+    fetch_slots,
     register_life,
     say_goodbye,
+    sweep_queues,
 )
 from control.store.slots import Slot, slot_call
 
@@ -114,14 +116,31 @@ async def test_s76_a_record_that_can_not_be_read_is_neither_live_nor_lost(real_s
     assert [life.worker_id for life in await fetch_lives(real_store.redis)] == ["voice-2"]
 
 
-async def test_a_goodbye_leaves_the_index_unless_sessions_have_to_be_told(real_store: Store) -> None:
+async def test_a_goodbye_ends_the_life_and_leaves_the_rest_to_the_control_workers(real_store: Store) -> None:
     await register_life(real_store.redis, WORKER, ENTRY)
     await take_slot(real_store)
     await say_goodbye(real_store.redis, WORKER)
-    assert (await the_life(real_store)).state is LifeState.DEAD
-    await real_store.redis.delete(keys.worker_slots(WORKER))
-    await say_goodbye(real_store.redis, WORKER)
-    assert await fetch_lives(real_store.redis) == []
+    life = await the_life(real_store)
+    assert (life.state, life.has_left, life.used_slots) == (LifeState.DEAD, True, 1)
+
+
+async def test_who_holds_slots_is_read_with_the_incarnation(real_store: Store) -> None:
+    await real_store.redis.hset(keys.worker_slots(WORKER), mapping={"Ada": "3 17", "Bob": "0 5", "odd": "what"})
+    assert await fetch_slots(real_store.redis, WORKER) == {"Ada": 3, "Bob": 0}
+    assert await fetch_slots(real_store.redis, "nobody") == {}
+
+
+async def test_the_queues_of_a_life_are_swept_in_every_partition_and_no_others(real_store: Store) -> None:
+    mine = [
+        name
+        for p in range(3)
+        for name in (keys.PartitionKeys(p).submissions(WORKER), keys.PartitionKeys(p).aborts(WORKER))
+    ]
+    other = keys.PartitionKeys(1).aborts("somebody-else")
+    for name in (*mine, other):
+        await real_store.redis.xadd(name, {"b": b"x"})
+    await sweep_queues(real_store.redis, WORKER, 3)
+    assert [await real_store.redis.exists(name) for name in (*mine, other)] == [0] * 6 + [1]
 
 
 async def test_no_workers_are_no_lives(real_store: Store) -> None:

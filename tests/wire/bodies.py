@@ -18,6 +18,8 @@ Encode = Callable[[Any], bytes]
 FENCE = {"incarnation": 1, "epoch": 2, "turn_id": 3, "response_seq": 4}
 NEXT = {"incarnation": 1, "epoch": 3, "turn_id": 0, "response_seq": 0}
 
+TOKEN = "sixteen bytes or möre"
+
 
 def body(op: str, /, **fields: Any) -> Body:
     """A body of `op` with what every one needs."""
@@ -55,6 +57,8 @@ BODIES: dict[str, Body] = {
     "close in full": body("close", reason="open_rollback"),
     "touch": body("touch", activity="playback_ack"),
     "resume": body("resume", expected_lease_generation=3),
+    "open with a token": body("open", token=TOKEN),
+    "append with a token": body("append", mode="append_tokens", payload=[1], token=TOKEN),
 }
 
 packed: Encode = msgspec.msgpack.encode

@@ -20,7 +20,7 @@ from control.wire.commands import Received
 from control.wire.events import decode_event
 from control.wire.limits import Limits
 from control.wire.stage import AbortOrder, SubmissionOrder, decode_abort, decode_submission, pack_config, unpack_config
-from workers.partition import LOOK_AGAIN_MS, Partition
+from workers.partition import ANSWERS_A_SESSION, LOOK_AGAIN_MS, Partition
 
 SID = "caller"
 EAR = "ear-1"
@@ -674,6 +674,23 @@ def test_idle_sessions_are_forgotten_beyond_the_bound_and_those_in_use_are_not()
     assert len(bench.replies()) == 20, "what was decided is still said"
     bench.partition.forget_some(0)
     assert len(bench.partition) == 1
+
+
+def test_remembered_answers_count_towards_the_bound() -> None:
+    bench = Bench(policy=False)
+    for sid in ("old", "young"):
+        bench.open(sid=sid)
+        bench.partition.tell(sid, c.Placed(0, 1), bench.now_ms)
+        for _ in range(10 * ANSWERS_A_SESSION - 1):
+            bench.send(c.Touch, sid=sid, activity="heartbeat")
+    bench.commit()
+    assert bench.partition.weight == 2 + 2 * 10
+    bench.partition.forget_some(21)
+    assert not bench.partition.is_known("old")
+    assert bench.partition.is_known("young")
+    assert bench.partition.weight == 11
+    bench.partition.learn("young", None, [])
+    assert bench.partition.weight == 1, "what is loaded again replaces what was known"
 
 
 def test_an_id_that_was_only_answered_is_not_kept_in_memory() -> None:

@@ -92,7 +92,7 @@ async def test_s45_a_leaving_worker_serves_what_it_has_and_says_goodbye(redis_ur
         await bed.redis.delete(keys.worker_slots(bed.worker_id))
         async with asyncio.timeout(PATIENCE_S):
             await leaving
-        assert await fetch_lives(bed.redis) == []
+        assert (await bed.the_life()).has_left
         assert (await bed.acks("s"))[-1] == CleanedAck("s", 1, 100, bed.worker_id)
         assert bed.engine.stops == 1
 
@@ -190,7 +190,7 @@ async def test_s40_s45_a_process_that_was_stopped_wakes_up_fenced_and_leaves_on_
         process.terminate()
         async with asyncio.timeout(PATIENCE_S):
             assert await process.wait() == 0
-        assert [life.state for life in await fetch_lives(bed.redis) if life.worker_id == bed.worker_id] == []
+        assert (await bed.the_life()).has_left
     finally:
         if process.returncode is None:
             process.kill()

@@ -77,14 +77,17 @@ class AsyncBargein:
         session_config: dict[str, Any] | None = None,
         runtime_config: dict[str, Any] | None = None,
         incarnation: int | None = None,
+        token: str | None = None,
     ) -> AsyncSession:
         """Open a session and wait until it is placed.
 
         `incarnation`: which life of this id it is; reopening an id needs a higher one than its last. Left
         out, it is 0 for an id that is made up here, and Redis' clock in ms for one of the caller's, so that
-        each life is higher. Raises ResourceExhaustedError (retryable) if no stage has a free slot,
-        StaleFenceError for an incarnation that is over, InvalidCapabilityError, InvalidArgumentError,
-        NoReplyError, UnreachableError. An open that is given up is closed again.
+        each life is higher. `token`: a secret of 16 to 256 bytes that every command of this life has to show;
+        this session sends it along, another producer needs it for `attach`. Raises ResourceExhaustedError
+        (retryable) if no stage has a free slot, StaleFenceError for an incarnation that is over,
+        FailedPreconditionError if the id lives with another token, InvalidCapabilityError,
+        InvalidArgumentError, NoReplyError, UnreachableError. An open that is given up is closed again.
         """
         await self.connect()
         identity, after, life = uuid.uuid4().hex, "0-0", incarnation or 0
@@ -94,7 +97,8 @@ class AsyncBargein:
             after = await self._link.patiently(lambda: self._link.fetch_last_event_id(key))
             if incarnation is None:
                 life = await self._link.patiently(self._link.fetch_time_ms)
-        talk = Conversation(identity, life, self.options, event_id=after, input_modes=tuple(input_modes))
+        modes = tuple(input_modes)
+        talk = Conversation(identity, life, self.options, event_id=after, input_modes=modes, token=token)
         exchange = Exchange(self._link, talk)
         self._exchanges.add(exchange)
         try:
@@ -106,12 +110,13 @@ class AsyncBargein:
             raise
         return AsyncSession(exchange)
 
-    def attach(self, bookmark: Bookmark) -> AsyncSession:
+    def attach(self, bookmark: Bookmark, token: str | None = None) -> AsyncSession:
         """A session that another process opened, from where its `bookmark()` says; after `connect`.
 
-        Sends nothing: call `resume` to take the session over.
+        Sends nothing: call `resume` to take the session over. `token`: what the session was opened with, if it
+        was; it is in no bookmark.
         """
-        exchange = Exchange(self._link, Conversation.at(bookmark, self.options))
+        exchange = Exchange(self._link, Conversation.at(bookmark, self.options, token))
         self._exchanges.add(exchange)
         return AsyncSession(exchange)
 

@@ -25,6 +25,7 @@ from bargein_client.protocol import (
     SessionMode,
     build_command,
     decode_entry,
+    require_token,
 )
 
 if TYPE_CHECKING:
@@ -76,7 +77,10 @@ class Position:
 
 @dataclass(frozen=True, slots=True)
 class Bookmark:
-    """Where a session stands, in plain values: enough to go on in another process (`client.attach`)."""
+    """Where a session stands, in plain values: enough to go on in another process (`client.attach`).
+
+    A session's token is not in it: whoever goes on must have it from elsewhere.
+    """
 
     session_id: str
     fence: Fence
@@ -97,6 +101,7 @@ class Conversation:
         *,
         event_id: str = "0-0",
         input_modes: tuple[str, ...] = (),
+        token: str | None = None,
         chance: Callable[[], float] = random.random,
     ) -> None:
         self.session_id = session_id
@@ -104,6 +109,7 @@ class Conversation:
         self.outbox = Outbox(options, chance)
         self.inbox = Inbox(incarnation, options.buffer_bytes, event_id)
         self.input_modes = input_modes
+        self._token = require_token(token)
         self.detached = False
         # Of this attachment: raised only by this client's own open and resume. What the events say is no use
         # here, since it would let a gateway whose call was resumed elsewhere detach it there.
@@ -112,7 +118,7 @@ class Conversation:
         self._close_answered = False
 
     @classmethod
-    def at(cls, bookmark: Bookmark, options: Options) -> Conversation:
+    def at(cls, bookmark: Bookmark, options: Options, token: str | None = None) -> Conversation:
         """The session that somebody else opened, from where that client stood."""
         fence = Fence(*bookmark.fence)
         talk = cls(
@@ -121,6 +127,7 @@ class Conversation:
             options,
             event_id=bookmark.event_id,
             input_modes=tuple(bookmark.input_modes),
+            token=token,
         )
         talk.position.fence = fence
         talk.inbox.last_n = bookmark.event_n
@@ -179,7 +186,7 @@ class Conversation:
             keys["payload"] = payload
         fence = self.position.for_input()
         try:
-            command = build_command("append", self.session_id, fence, keys, raw)
+            command = self._build("append", fence, keys, raw)
         except (TypeError, ValueError, OverflowError) as error:
             raise ValueError(f"this payload cannot be written as MessagePack: {error}") from error
         self.position.entered(fence, final)
@@ -190,7 +197,7 @@ class Conversation:
         cancelled, following = self.position.interrupt()
         self.inbox.cancel_below(following.epoch)
         keys = {"event": kind, "next_fence": following._asdict()}
-        return build_command("signal", self.session_id, cancelled, keys)
+        return self._build("signal", cancelled, keys)
 
     def next_turn(self) -> None:
         """The next input begins a new turn, as if the last one had been final."""
@@ -267,7 +274,10 @@ class Conversation:
         return self.input_modes[0] if self.input_modes else "turn_commit_only"
 
     def _command(self, op: str, **keys: Any) -> Command:
-        return build_command(op, self.session_id, self.position.fence, _given(**keys))
+        return self._build(op, self.position.fence, _given(**keys))
+
+    def _build(self, op: str, fence: Fence, keys: dict[str, Any], raw: bytes | None = None) -> Command:
+        return build_command(op, self.session_id, fence, keys, raw, self._token)
 
 
 def _given(**keys: Any) -> dict[str, Any]:

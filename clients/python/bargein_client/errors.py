@@ -83,7 +83,7 @@ class StageTimeoutError(BargeinError):
 
 
 class FailedPreconditionError(BargeinError):
-    """The session is not in a state for this: closing, an epoch that is lost, another lease generation."""
+    """The session is not in a state for this: closing, an epoch that is lost, another lease generation or token."""
 
     default_code = "failed_precondition"
 

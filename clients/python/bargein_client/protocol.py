@@ -21,6 +21,7 @@ from bargein_client.errors import ERROR_BY_CODE, BargeinError, NotReadyError, Un
 
 PROTOCOL = 1
 SESSION_ID_MAX_BYTES = 128
+TOKEN_MIN_BYTES, TOKEN_MAX_BYTES = 16, 256
 
 SessionMode: TypeAlias = Literal["duplex", "turn"]
 InputMode: TypeAlias = Literal[
@@ -49,12 +50,15 @@ class Fence(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class Command:
-    """One entry for a command stream. Sending it again is safe: workers know it by its `control_id`."""
+    """One entry for a command stream. Sending it again is safe: workers know it by its `control_id`.
+
+    Its repr doesn't show `fields`, which may hold a token.
+    """
 
     control_id: str
     op: str
     session_id: str
-    fields: dict[str, bytes]
+    fields: dict[str, bytes] = field(repr=False)
 
 
 @dataclass(frozen=True, slots=True)
@@ -179,10 +183,32 @@ def require_session_id(session_id: str) -> str:
     return session_id
 
 
+def require_token(token: str | None) -> str | None:
+    """The token itself, if there is one. Raises ValueError for one that no worker would take, without showing it."""
+    if token is None:
+        return None
+    try:
+        size_bytes = len(token.encode())
+    except UnicodeEncodeError:
+        raise ValueError("token has half a surrogate pair") from None
+    if not TOKEN_MIN_BYTES <= size_bytes <= TOKEN_MAX_BYTES:
+        allowed = f"{TOKEN_MIN_BYTES} to {TOKEN_MAX_BYTES} bytes of UTF-8"
+        raise ValueError(f"token must have {allowed}, this one has {size_bytes}")
+    return token
+
+
 def build_command(
-    op: str, session_id: str, fence: Fence, keys: dict[str, Any], raw_payload: bytes | None = None
+    op: str,
+    session_id: str,
+    fence: Fence,
+    keys: dict[str, Any],
+    raw_payload: bytes | None = None,
+    token: str | None = None,
 ) -> Command:
-    """A command with a new `control_id`. `keys` are those of its `op`; `raw_payload` goes beside the body."""
+    """A command with a new `control_id`. `keys` are those of its `op`; `raw_payload` goes beside the body.
+
+    `token`: the session's, if it has one. An open with a token makes it the session's.
+    """
     control_id = uuid.uuid4().hex
     head = {
         "v": PROTOCOL,
@@ -191,6 +217,8 @@ def build_command(
         "session_id": session_id,
         "fence": fence._asdict(),
     }
+    if token is not None:
+        head["token"] = token
     fields = {"b": cast("bytes", msgpack.packb(head | keys))}
     if raw_payload is not None:
         fields["p"] = raw_payload

@@ -65,6 +65,7 @@ class Bargein:
         session_config: dict[str, Any] | None = None,
         runtime_config: dict[str, Any] | None = None,
         incarnation: int | None = None,
+        token: str | None = None,
     ) -> Session:
         """Open a session and wait until it is placed; as `AsyncBargein.open`."""
         self.connect()
@@ -75,7 +76,8 @@ class Bargein:
             after = self._link.patiently(lambda: self._link.fetch_last_event_id(key))
             if incarnation is None:
                 life = self._link.patiently(self._link.fetch_time_ms)
-        talk = Conversation(identity, life, self.options, event_id=after, input_modes=tuple(input_modes))
+        modes = tuple(input_modes)
+        talk = Conversation(identity, life, self.options, event_id=after, input_modes=modes, token=token)
         exchange = Exchange(self._link, talk)
         self._exchanges.add(exchange)
         try:
@@ -88,9 +90,9 @@ class Bargein:
             raise
         return Session(exchange)
 
-    def attach(self, bookmark: Bookmark) -> Session:
+    def attach(self, bookmark: Bookmark, token: str | None = None) -> Session:
         """A session that another process opened, from its `bookmark()` on; as `AsyncBargein.attach`."""
-        exchange = Exchange(self._link, Conversation.at(bookmark, self.options))
+        exchange = Exchange(self._link, Conversation.at(bookmark, self.options, token))
         self._exchanges.add(exchange)
         return Session(exchange)
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from control.core import replies
-from control.core.answers import Answered, Operation, digest
+from control.core.answers import Answered, Operation, key_of
 from control.core.commands import (
     Append,
     Cancel,
@@ -27,7 +27,8 @@ from control.core.fence import is_acceptable
 from control.core.rejections import RETRYABLE, Code, Rejection
 from control.core.replies import Detail, Reply
 from control.core.requests import request_id
-from control.core.session import Phase, Session
+from control.core.session import NOBODY, Phase, Session
+from control.core.tokens import is_right
 
 if TYPE_CHECKING:
     from control.core.cleanup import OwedReply
@@ -123,8 +124,32 @@ def answer(
     # without a control id can't be told apart from the next of its kind.
     if code in RETRYABLE or (not known and (code is not None or session.ended is None)) or not control_id:
         return Answer(reply)
-    key = digest(control_id)
+    key = key_of(control_id, session.token)
     return Answer(reply, Answered(key, op, code, scene.now_ms, accepted_fence, generation, numbers, operation))
+
+
+def is_barred(session: Session, command: Command) -> bool:
+    """Whether the session was opened with a token that the command does not show."""
+    return session.token is not None and not is_right(session.token, command.token)
+
+
+def find_token_refusal(scene: Scene, session: Session, command: Command) -> Decision | None:
+    """The refusal of a command without its session's token. It comes before everything else.
+
+    It changes nothing, counts as no activity, says nothing of the session and is not remembered: the control id may be
+    another's. A body that is no command learns what is wrong with it, and no more.
+    """
+    if not is_barred(session, command):
+        return None
+    code, message = Code.FAILED_PRECONDITION, token_message(command.session_id)
+    if isinstance(command, Malformed):
+        code, message = Code(command.code), command.message
+    return Decision(session, (refusal(scene, NOBODY, command, Rejection(code, message)),))
+
+
+def token_message(session_id: str) -> str:
+    """What is missing, without what it is."""
+    return f"session {session_id!r} was opened with a token, and the command has none or another; send that token along"
 
 
 def refuse_malformed(scene: Scene, session: Session, command: Malformed) -> Decision:
@@ -176,7 +201,7 @@ def find_repeat(scene: Scene, session: Session, command: Command) -> Decision | 
     under_way = _find_op_under_way(session, command.control_id)
     if under_way == op:
         return Decision(session)
-    answered = scene.answers.find(command.control_id)
+    answered = scene.answers.find(command.control_id, command.token)
     if answered is not None and answered.op == op:
         return Decision(session, (Answer(replay(scene, session, command, answered)),))
     used_for = under_way if answered is None else answered.op

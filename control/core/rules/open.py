@@ -86,6 +86,7 @@ def open_session(scene: Scene, session: Session, command: Open) -> Decision:
         holders=holders,
         opening=Opening(command.control_id, 1, scene.now_ms + scene.settings.placement_retry_ms),
         ended=session.ended,
+        token=command.token,
     )
     if not holders:
         return _opened(scene, fresh)

@@ -189,7 +189,8 @@ def finish(scene: Scene, session: Session, owed: tuple[OwedReply, ...], effects:
     reason = session.lease.terminal_reason
     terminal = replies.EXPIRED if reason in leases.EXPIRY_REASONS else replies.CLOSED
     gone = leave(scene, session, Ended(session.fence.incarnation, scene.now_ms))
-    answers = tuple(owed_answer(scene, gone, o) for o in owed)
+    # What is answered for this life is remembered for this life's token.
+    answers = tuple(owed_answer(scene, replace(gone, token=session.token), o) for o in owed)
     pay = (Pay(gone.debts),) if gone.debts else ()
     return Decision(gone, (*effects, *answers, announce(scene, session, terminal, reason), *pay))
 
