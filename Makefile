@@ -76,6 +76,14 @@ conformance: env ## recorded traces against core and system: TRACES=FILE, more t
 chaos: env ## a minute of killed, stopped and cut-off processes; a history checker decides: ARGS="--seconds 300"
 	@$(BIN)/python -m tests.chaos $(ARGS)
 
+.PHONY: fuzz
+fuzz: env ## a million spoilt bodies through the decoder and the owner, two minutes: ARGS="--bodies 20000"
+	@$(BIN)/python -m tests.fuzz $(ARGS)
+
+.PHONY: sim
+sim: env ## the whole system on a virtual clock under faults, by seeds: ARGS="--seeds 20000", ARGS="--replay SEED"
+	@$(BIN)/python -m tests.sim $(ARGS)
+
 .PHONY: bench
 bench: env ## speed, as ratios in one run on this machine
 	@$(BIN)/python -m bench $(ARGS)

@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 
 @dataclass(slots=True)
 class Entry:
-    """One stream entry, decoded, or the reason why it can't be."""
+    """One stream entry, decoded, or the reason why it can't be. `is_secret`: its body holds a session's token."""
 
     stream: int
     entry_id: str
@@ -31,6 +31,7 @@ class Entry:
     received: Received | None = None
     event: c.Event | None = None
     unreadable: str | None = None
+    is_secret: bool = False
 
 
 Raw = tuple[int, list[Any]]
@@ -69,8 +70,11 @@ def _decode_command(number: int, raw: list[Any], partitions: int, limits: Limits
             raise Unreadable(f"session {session_id!r} belongs to partition {home}, not to {number}")
     except Unreadable as reason:
         entry.unreadable = str(reason)
+        # What can't be read may hold one anywhere.
+        entry.is_secret = any(b"token" in value for value in fields)
         return entry
     entry.session_id, entry.received = session_id, received
+    entry.is_secret = received.command.token is not None
     return entry
 
 

@@ -243,7 +243,7 @@ class Holdings:
         if again and entries:
             culprit = entries[0]
             log.error("partition %d: entry %s can't be committed; it is set aside", number, culprit.entry_id)
-            fresh.partition.bury(culprit.stream, culprit.entry_id, f"it could not be committed: {error}")
+            fresh.partition.bury(culprit, f"it could not be committed: {error}")
             fresh.skip = (culprit.stream, culprit.entry_id)
             if culprit.session_id:
                 fresh.broken.add(culprit.session_id)

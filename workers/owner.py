@@ -306,7 +306,7 @@ class Owner:
             if entry.unreadable is not None:
                 self.stats.dead_letters += 1
                 log.info("partition %d: dead letter %s: %s", partition.keys.partition, entry.entry_id, entry.unreadable)
-                partition.bury(entry.stream, entry.entry_id, entry.unreadable)
+                partition.bury(entry, entry.unreadable)
             elif entry.received is not None:
                 self.stats.commands += 1
                 partition.take_command(entry.entry_id, entry.received, entry.entered_ms, now_ms)
@@ -323,7 +323,7 @@ class Owner:
         partition, reason = owned.partition, f"{CRASHES} control workers ended while they handled it alone"
         log.error("partition %d: entry %s is set aside: %s", partition.keys.partition, entry.entry_id, reason)
         self.stats.dead_letters += 1
-        partition.bury(entry.stream, entry.entry_id, reason)
+        partition.bury(entry, reason)
         if entry.session_id:
             owned.broken.add(entry.session_id)
 

@@ -32,6 +32,7 @@ if TYPE_CHECKING:
     from control.store.keys import PartitionKeys
     from control.wire.commands import Received
     from control.wire.limits import Limits
+    from workers.entries import Entry
 
 log = logging.getLogger("bargein.partition")
 
@@ -177,9 +178,9 @@ class Partition:
         message = f"session {command.session_id!r}: the command could not be stored and was set aside"
         self._apply(known, command.session_id, self._refuse(known, command, Code.INTERNAL, message, now_ms))
 
-    def bury(self, stream: int, entry_id: str, reason: str) -> None:
+    def bury(self, entry: Entry, reason: str) -> None:
         """An entry that can't be answered."""
-        self._batch.bury(stream, entry_id, reason)
+        self._batch.bury(entry.stream, entry.entry_id, reason, is_secret=entry.is_secret)
 
     def fence_worker(self, worker_id: str) -> None:
         """Nothing that this life of a stage worker says counts from the next commit on."""

@@ -142,9 +142,9 @@ class Batch:
         """An input is applied by this batch: it goes with the commit."""
         (self._commands if stream == COMMANDS_KEY else self._acks).append(entry_id)
 
-    def bury(self, stream: int, entry_id: str, reason: str) -> None:
+    def bury(self, stream: int, entry_id: str, reason: str, *, is_secret: bool = False) -> None:
         """An input that nobody can be answered for becomes a dead letter."""
-        self._dead += (stream, entry_id, reason)
+        self._dead += (stream, entry_id, reason, int(is_secret))
 
     def fence_worker(self, worker_id: str) -> None:
         """Nothing of this life of a stage worker counts any more in this partition."""
@@ -266,7 +266,7 @@ class Batch:
             (3, self._strangers),
             (3, self._ends),
             (1, self._released),
-            (3, self._dead),
+            (4, self._dead),
             (1, self._commands),
             (1, self._acks),
         ):

@@ -208,7 +208,7 @@ class Ground:
 
     def _take(self, partition: Partition, entry: Entry) -> None:
         if entry.unreadable is not None:
-            partition.bury(entry.stream, entry.entry_id, entry.unreadable)
+            partition.bury(entry, entry.unreadable)
         elif entry.received is not None:
             partition.take_command(entry.entry_id, entry.received, entry.entered_ms, self.now_ms)
         elif entry.event is not None:
@@ -231,7 +231,7 @@ class Ground:
             stored.entries.pop((COMMANDS_KEY, entry_id), None)
         for entry_id in found["acks"]:
             stored.entries.pop((ACKS_KEY, entry_id), None)
-        for stream, entry_id, reason in groups(found["dead"], 3):
+        for stream, entry_id, reason, _ in groups(found["dead"], 4):
             stored.entries.pop((stream, entry_id), None)
             if not reason or len(reason) > 1000:
                 self.findings.note(f"a dead letter's reason of {len(reason)} characters")

@@ -332,6 +332,16 @@ async def test_a_dead_letter_keeps_four_kib_of_the_body_and_says_why(store: Stor
     assert await store.redis.xlen(getattr(KEYS, name)) == 0
 
 
+async def test_a_dead_letter_that_may_hold_a_token_keeps_nothing_of_the_body(store: Store) -> None:
+    desk = await store.acquire()
+    entry = (await store.redis.xadd(KEYS.commands, {"b": b"my token"})).decode()
+    desk.batch.bury(COMMANDS_KEY, entry, "it makes no sense", is_secret=True)
+    await desk.must_commit()
+    ((_, letter),) = await store.redis.xrange(KEYS.dead)
+    assert (letter[b"entry"], letter[b"b"]) == (entry.encode(), b"")
+    assert await store.redis.xlen(KEYS.commands) == 0
+
+
 # ---- a session's events
 
 

@@ -20,6 +20,7 @@ from control.wire.commands import Received
 from control.wire.events import decode_event
 from control.wire.limits import Limits
 from control.wire.stage import AbortOrder, SubmissionOrder, decode_abort, decode_submission, pack_config, unpack_config
+from workers.entries import Entry
 from workers.partition import ANSWERS_A_SESSION, LOOK_AGAIN_MS, Partition
 
 SID = "caller"
@@ -704,9 +705,9 @@ def test_an_id_that_was_only_answered_is_not_kept_in_memory() -> None:
 
 def test_a_dead_letter_and_a_fenced_worker_are_part_of_the_batch() -> None:
     bench = Bench()
-    bench.partition.bury(ACKS_KEY, "5-0", "it makes no sense")
+    bench.partition.bury(Entry(ACKS_KEY, "5-0", 5), "it makes no sense")
     bench.partition.fence_worker(EAR)
     batch = bench.commit()
-    assert batch._dead == [ACKS_KEY, "5-0", "it makes no sense"]
+    assert batch._dead == [ACKS_KEY, "5-0", "it makes no sense", 0]
     assert batch._fenced == [EAR]
     assert not batch.is_empty

@@ -23,7 +23,7 @@
 --        strangers   session, stream, body       replies to ids without a session: bounded in number and time
 --        ends        session, events, answers
 --        released    request id
---        dead        stream (2 or 3), entry id, reason
+--        dead        stream (2 or 3), entry id, reason, 1 if its body may hold a token: it is not kept then
 --        commands    entry id                    acks        entry id         inputs to delete
 -- returns { status, revision, server time in ms, detail }; the statuses are `CommitStatus` in commits.py
 -- Keeps I1, I4, I5, I6.
@@ -190,11 +190,11 @@ end
 from, to = section(1)
 call_with('HDEL', KEYS[11], from, to)
 
-from, to = section(3)
-for i = from, to, 3 do
+from, to = section(4)
+for i = from, to, 4 do
   local entry = redis.call('XRANGE', KEYS[tonumber(ARGV[i])], ARGV[i + 1], ARGV[i + 1])[1]
   local body = ''
-  local fields = entry and entry[2] or {}
+  local fields = entry and ARGV[i + 3] == '0' and entry[2] or {}
   for f = 1, #fields, 2 do
     if fields[f] == 'b' then body = string.sub(fields[f + 1], 1, DEAD_BYTES) end
   end
