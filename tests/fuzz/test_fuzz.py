@@ -201,7 +201,7 @@ def say_twice(say: Any) -> Any:
 
 
 def hide(_: Any) -> Any:
-    return lambda *_: None
+    return lambda *_, **__: None
 
 
 PLANTED: dict[str, tuple[Any, str, Any, str]] = {
