@@ -39,6 +39,9 @@ if TYPE_CHECKING:
 log = logging.getLogger("bargein.ownership")
 
 HINTS_KEPT = 16
+ROUND = 1 / 6  # of a lease: how often it is renewed
+PATIENCE = 1 / 5  # of a lease: with one node of a cluster
+assert 4 * PATIENCE + ROUND / 2 < 1, "a node that hangs everywhere must not cost another node's lease"
 
 
 @dataclass(frozen=True, slots=True)
@@ -103,11 +106,11 @@ class Ownership:
     _round_lock: asyncio.Lock = field(default_factory=asyncio.Lock, init=False)
 
     def __post_init__(self) -> None:
-        self._link = self.access.link(keys.CONTROLS)
-        self._hints = self.access.link(keys.OWNERSHIP)
+        # A node that hangs may cost the leases of the others a part of their time only: a whole round asks three times.
+        patience_s = self.lease_ms * PATIENCE / 1000
+        self._link = self.access.link(keys.CONTROLS, patience_s)
+        self._hints = self.access.link(keys.OWNERSHIP, patience_s)
         groups = self.access.groups(self.partitions)
-        # A node that hangs may cost the others' leases a part of their time only.
-        patience_s = self.lease_ms / 3000
         self._groups = [
             _Group(numbers, self.access.link(example_key(numbers), patience_s), clock)
             for numbers, clock in zip(groups, self.clocks, strict=True)
@@ -115,7 +118,10 @@ class Ownership:
 
     async def run(self) -> None:
         """Share out and renew until cancelled."""
-        interval_ms = max(50, self.lease_ms // 6)
+        interval_ms = max(50, int(self.lease_ms * ROUND))
+        if self.access.is_cluster:
+            # Well within the patience with the node that has the hints.
+            interval_ms = max(50, int(self.lease_ms * ROUND / 2))
         last_hint = "0-0"
         while True:
             try:

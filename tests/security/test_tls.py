@@ -179,7 +179,7 @@ async def test_a_client_that_can_not_trust_or_is_not_trusted_says_why(
     server: TlsServer, refusal: tuple[str, str]
 ) -> None:
     url, says = refusal
-    client = AsyncBargein(url, options=Options(unreachable_after_s=0.2))
+    client = AsyncBargein(url, options=Options(unreachable_after_s=1.0))
     async with asyncio.timeout(PATIENCE_S):
         with pytest.raises(UnreachableError, match=says):
             await client.connect()
