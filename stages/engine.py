@@ -84,7 +84,8 @@ class Load(Struct, frozen=True, kw_only=True):
 
     `running`: requests that the engine works on now; `waiting`: requests with input that it has not begun;
     `slots_used`: requests that it holds, idle ones too; `utilisation`: 0 to 1, of whatever runs out first
-    (KV cache, slots, real time); `tick_late_ms`: the worst lateness within about the last second.
+    (KV cache, slots, real time); `tick_late_ms`: the worst lateness within about the last second. `accepts`: False
+    where there is no room for another session just now, whatever slots are free; those that are here go on.
     """
 
     running: int = 0
@@ -92,6 +93,7 @@ class Load(Struct, frozen=True, kw_only=True):
     slots_used: int = 0
     utilisation: float = 0.0
     tick_late_ms: float = 0.0
+    accepts: bool = True
 
 
 class EngineError(Exception):

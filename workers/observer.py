@@ -94,7 +94,7 @@ class Observer:
             if life in silent:
                 continue
             if life.state == "live" and life.stage_id < self.stage_count:
-                stages[life.stage_id].append(Candidate(life.worker_id, life.capacity, life.used_slots))
+                stages[life.stage_id].append(_candidate(life))
         self._pulses = {worker_id: pulse for worker_id, pulse in self._pulses.items() if worker_id in seen}
         # Told, and out of the index: nobody has to be told any more. Each restart leaves one behind.
         for worker_id in [w for w, sessions in self.lost.items() if w not in seen and not sessions]:
@@ -160,3 +160,15 @@ class Observer:
         else:
             await sweep_queues(self.redis, life.worker_id, self.partitions)
             await cast("Awaitable[int]", self.redis.hdel(keys.STAGES, life.worker_id))
+
+
+def _candidate(life: Life) -> Candidate:
+    load = life.load
+    return Candidate(
+        life.worker_id,
+        life.capacity,
+        life.used_slots,
+        utilisation=load.get("utilisation", 0.0),
+        waiting=int(load.get("waiting", 0)),
+        accepts=load.get("accepts", 1.0) > 0,
+    )

@@ -1,7 +1,9 @@
 """Which stage workers there are, and the choice of a route for a session that opens.
 
-Responsible for the choice: live, a free slot, fewest sessions first. Leaves the slots themselves to
+Responsible for the choice: live, a free slot, then the least loaded. Leaves the slots themselves to
 `control/store/slots.py`: a snapshot may be old, and only the slot decides. Pure.
+
+A worker's load is a second old, so what it was sent since counts as well: else all opens of a second would go to one.
 """
 
 from __future__ import annotations
@@ -11,11 +13,30 @@ from dataclasses import dataclass
 
 @dataclass(slots=True)
 class Candidate:
-    """A stage worker as last seen, with the sessions that this owner has sent it since."""
+    """A stage worker as last seen, with the sessions that this owner has sent it since.
+
+    `utilisation`, `waiting`, `accepts`: as its engine says (`stages.engine.Load`).
+    """
 
     worker_id: str
     capacity: int
     used: int
+    utilisation: float = 0.0
+    waiting: int = 0
+    accepts: bool = True
+    sent: int = 0
+
+    @property
+    def is_free(self) -> bool:
+        """Whether another session may be placed there."""
+        return self.accepts and self.used < self.capacity
+
+    @property
+    def load(self) -> tuple[float, int, int, str]:
+        """The lower, the sooner it is chosen: how full it is by whatever is fullest, then by input that waits."""
+        share = 1 / self.capacity
+        fullness = max(self.used * share, self.utilisation + self.sent * share)
+        return fullness, self.waiting, self.used, self.worker_id
 
 
 class Directory:
@@ -32,18 +53,19 @@ class Directory:
         """One worker a stage, each then one session fuller here; None if a stage has no free slot."""
         chosen: list[Candidate] = []
         for candidates in self._stages:
-            free = [c for c in candidates if c.used < c.capacity]
+            free = [c for c in candidates if c.is_free]
             if not free:
                 return None
-            chosen.append(min(free, key=lambda c: (c.used, c.worker_id)))
+            chosen.append(min(free, key=lambda c: c.load))
         for candidate in chosen:
             candidate.used += 1
+            candidate.sent += 1
         return tuple(c.worker_id for c in chosen)
 
     @property
     def has_room(self) -> bool:
         """Whether every stage has a free slot, as far as is known."""
-        return all(any(c.used < c.capacity for c in candidates) for candidates in self._stages)
+        return all(any(c.is_free for c in candidates) for candidates in self._stages)
 
     def note_freed(self, worker_id: str) -> None:
         """A session has given its slot back."""

@@ -122,7 +122,7 @@ class Heartbeat:
         except Exception:
             log.exception("the engine's load")
             return {}
-        return {name: getattr(load, name) for name in lives.LOAD_FIELDS}
+        return {name: float(getattr(load, name)) for name in lives.LOAD_FIELDS}
 
     def _is_healthy(self) -> bool:
         try:

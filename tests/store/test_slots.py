@@ -45,6 +45,16 @@ async def test_i9_a_worker_takes_as_many_sessions_as_it_has_slots(store: Store) 
     assert await say(store, TAKE, "c") is Slot.DONE
 
 
+async def test_a_worker_whose_engine_has_no_room_takes_nobody_and_keeps_whom_it_has(store: Store) -> None:
+    await live(store, 4)
+    assert await say(store, TAKE, "a") is Slot.DONE
+    await store.redis.hset(keys.worker_state(EAR), "accepts", "0.0")
+    assert await say(store, TAKE, "b") is Slot.FULL
+    assert await say(store, TAKE, "a") is Slot.DONE, "it holds a slot already"
+    await store.redis.hset(keys.worker_state(EAR), "accepts", "1.0")
+    assert await say(store, TAKE, "b") is Slot.DONE
+
+
 async def test_s3_of_many_that_race_for_the_last_slot_one_wins(store: Store) -> None:
     await live(store, 1)
     answers = await asyncio.gather(*(one_taker(store, number) for number in range(8)))

@@ -60,6 +60,7 @@ class ScriptedEngine:
         self.aborted: list[str] = []
         self.running: dict[str, Submission] = {}
         self.is_healthy = True
+        self.accepts = True
         self.starts = 0
         self.stops = 0
         self.port: EnginePort | None = None
@@ -150,7 +151,7 @@ class ScriptedEngine:
         self._news.set()
 
     def load(self) -> Load:
-        return Load(running=len(self.running), slots_used=len(self.running))
+        return Load(running=len(self.running), slots_used=len(self.running), accepts=self.accepts)
 
     def healthy(self) -> bool:
         return self.is_healthy

@@ -15,10 +15,12 @@ local held = redis.call('HGET', KEYS[2], ARGV[2])
 local limit = tonumber(ARGV[5])
 if ARGV[1] == 'take' then
   if not limit then
-    local state = redis.call('HMGET', KEYS[1], 'state', 'capacity')
+    local state = redis.call('HMGET', KEYS[1], 'state', 'capacity', 'accepts')
     if state[1] == 'draining' then return DRAINING end
     if state[1] ~= 'live' then return GONE end
     limit = tonumber(state[2]) or 0
+    -- Its engine is short of something that slots don't count; whoever has one keeps it.
+    if not held and tonumber(state[3] or '1') == 0 then return FULL end
   end
   if not held and redis.call('HLEN', KEYS[2]) >= limit then return FULL end
 end
