@@ -68,7 +68,8 @@ class Output(Struct, frozen=True, kw_only=True):
     """One piece of what the model says.
 
     `data`: bytes (s16le mono PCM) for audio, a list of ints for tokens, a str for text, any value that
-    MessagePack can hold for data. `fence` is copied from the submission whose turn produced it.
+    MessagePack can hold for data; towards another stage also tensors (torch's, numpy's, `stages.tensors`).
+    `fence` is copied from the submission whose turn produced it.
     """
 
     request_id: str
@@ -86,6 +87,8 @@ class Load(Struct, frozen=True, kw_only=True):
     `slots_used`: requests that it holds, idle ones too; `utilisation`: 0 to 1, of whatever runs out first
     (KV cache, slots, real time); `tick_late_ms`: the worst lateness within about the last second. `accepts`: False
     where there is no room for another session just now, whatever slots are free; those that are here go on.
+    `missed_ticks`: forwards that took longer than they may, since the start; `memory_bytes`: what the requests' states
+    hold on the device. Both 0 where an engine has no such thing.
     """
 
     running: int = 0
@@ -94,6 +97,8 @@ class Load(Struct, frozen=True, kw_only=True):
     utilisation: float = 0.0
     tick_late_ms: float = 0.0
     accepts: bool = True
+    missed_ticks: int = 0
+    memory_bytes: int = 0
 
 
 class EngineError(Exception):

@@ -55,7 +55,7 @@ class Framer:
         if chunk.kind is not None:
             if self._turn_kind is None:
                 self._kind = self._turn_kind = chunk.kind
-                self._rest = bytearray() if chunk.kind == "audio" else []
+                self._rest = [] if chunk.kind == "tokens" else bytearray()
             self._rest.extend(chunk.data)
         if final:
             self.flush(ready_s=ready_s)
@@ -86,7 +86,7 @@ class Framer:
     def _end(self, ready_s: float) -> None:
         last = self.frames[-1] if self.frames else None
         if last is None or last.turn_end or last.fence != self.fence:
-            nothing: bytes | list[int] = b"" if self._kind == "audio" else []
+            nothing: bytes | list[int] = [] if self._kind == "tokens" else b""
             last = Frame(self.fence, self._kind, nothing, turn_end=False, ready_s=ready_s)
             self.frames.append(last)
         last.turn_end = True

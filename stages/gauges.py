@@ -30,3 +30,28 @@ class RecentPeak:
     def _forget(self, now_s: float) -> None:
         while self._falling and self._falling[0][0] < now_s - self._window_s:
             self._falling.popleft()
+
+
+class Budget:
+    """How many rows a forward may take to stay within a time. `rows`: for the next one, 1 to `most`.
+
+    A forward costs something whatever its size, and something a row. Which is how much is not known, so the bound
+    follows what was seen: a forward over the budget halves what it took, one that was well within it, and full, adds a
+    quarter.
+    """
+
+    def __init__(self, budget_ms: float | None, most: int) -> None:
+        self._budget_ms = budget_ms
+        self._most = most
+        self.rows = most
+
+    def note(self, rows: int, took_ms: float) -> bool:
+        """A forward of `rows` rows took so long. True: longer than it may."""
+        if self._budget_ms is None:
+            return False
+        if took_ms > self._budget_ms:
+            self.rows = max(1, min(self.rows, rows // 2))
+            return True
+        if rows >= self.rows and took_ms < 0.75 * self._budget_ms:
+            self.rows = min(self._most, self.rows + max(1, self.rows // 4))
+        return False

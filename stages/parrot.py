@@ -177,6 +177,8 @@ class ParrotEngine:
             framer.check(chunk)
         except ValueError as error:
             raise EngineRefusal("invalid_argument", str(error)) from None
+        if chunk.kind == "features":
+            raise EngineRefusal("invalid_argument", "a parrot says audio and tokens back; features it doesn't know")
         backlog = framer.backlog_with(chunk)
         if backlog > self._options.max_backlog_frames:
             message = f"{backlog} frames would wait; the bound is {self._options.max_backlog_frames}"
@@ -220,7 +222,7 @@ class ParrotEngine:
         return Output(
             request_id=request_id,
             fence=frame.fence,
-            kind=frame.kind,
+            kind="tokens" if frame.kind == "tokens" else "audio",
             data=frame.data,
             turn_end=frame.turn_end,
             metadata={"sample_rate_hz": self._options.sample_rate_hz} if frame.kind == "audio" else {},

@@ -7,6 +7,8 @@ from typing import Any
 
 from msgspec import Struct
 
+from stages.tensors import PackedTensor
+
 
 class Row(Struct):
     """One request's part in a forward. `data`: a frame or, at a turn's end, less. `state`: None at first."""
@@ -18,7 +20,7 @@ class Row(Struct):
 class Computed(Struct):
     """What a row became: output of the frame's length (in proportion, for short ones), and the next state."""
 
-    data: bytes | list[int]
+    data: bytes | list[int] | PackedTensor
     state: Any
 
 

@@ -15,12 +15,13 @@ from typing import Any, cast
 import torch
 from torch import Tensor, nn
 
-from stages.chunks import ChunkKind
+from stages.chunks import FLOAT_BYTES, SAMPLE_BYTES, ChunkKind
 from stages.imports import load_symbol
 from stages.rows import Computed, Failed, ModuleBrokenError, Row
+from stages.tensors import PackedTensor, pack
 
 _PCM_SCALE = 32768.0
-_KINDS: tuple[ChunkKind, ...] = ("audio", "tokens")
+_KINDS: tuple[ChunkKind, ...] = ("audio", "tokens", "features")
 
 
 class StreamingBatch:
@@ -31,10 +32,14 @@ class StreamingBatch:
         self.sample_rate_hz = _count(module, "sample_rate_hz", 16_000)
         self.input_kind: ChunkKind = _kind(module, "input_kind")
         self.output_kind: ChunkKind = _kind(module, "output_kind")
+        # Of one row of features; where the input is none, nobody asks.
+        self.feature_size = _count(module, "feature_size", 1)
         if not callable(getattr(module, "initial_state", None)):
             raise ValueError("it has no method initial_state()")  # noqa: TRY004  a wrong configuration
         self._device = torch.device(device)
         self._module = module.to(self._device).eval()
+        with _inference():
+            self.state_bytes = _size_bytes(self._initial_state())
         # Two rows: the batch dimension can't be mistaken for another one.
         for rows in (1, 2):
             self._silence(rows)
@@ -65,7 +70,7 @@ class StreamingBatch:
             return Failed(_reason(error))
 
     def _silence(self, rows: int) -> None:
-        nothing: bytes | list[int] = b"" if self.input_kind == "audio" else []
+        nothing: bytes | list[int] = [] if self.input_kind == "tokens" else b""
         with _inference():
             first = _shapes(self._initial_state())
         for computed in self._forward([Row(nothing, None) for _ in range(rows)]):
@@ -82,6 +87,8 @@ class StreamingBatch:
                     raise ValueError("the module's output is not finite")
                 output = output.to(torch.float32) * _PCM_SCALE
                 output = output.round().clamp(-_PCM_SCALE, _PCM_SCALE - 1).to(torch.int16)
+            if self.output_kind == "features":
+                output = output.to(torch.float32)
             output = output.cpu()
             return [Computed(self._piece(output[index], row), _row(state, index)) for index, row in enumerate(rows)]
 
@@ -94,6 +101,11 @@ class StreamingBatch:
             pcm = bytearray().join(bytes(cast("bytes", row.data)).ljust(size, b"\0") for row in rows)
             frames = torch.frombuffer(pcm, dtype=torch.int16).reshape(len(rows), self.frame_samples)
             return frames.to(self._device).to(torch.float32) / _PCM_SCALE
+        if self.input_kind == "features":
+            size = self.frame_samples * self.feature_size * FLOAT_BYTES
+            rows_of_floats = bytearray().join(bytes(cast("bytes", row.data)).ljust(size, b"\0") for row in rows)
+            frames = torch.frombuffer(rows_of_floats, dtype=torch.float32)
+            return frames.reshape(len(rows), self.frame_samples, self.feature_size).to(self._device)
         padded = [list(row.data) + [0] * (self.frame_samples - len(row.data)) for row in rows]
         return torch.tensor(padded, dtype=torch.int64, device=self._device)
 
@@ -102,21 +114,33 @@ class StreamingBatch:
         if len(pair) != 2:
             raise ValueError("forward did not return a tuple (output, state)")
         output, state = pair
-        if not isinstance(output, Tensor) or output.dim() != 2 or output.shape[0] != rows:
+        dimensions = 3 if self.output_kind == "features" else 2
+        if not isinstance(output, Tensor) or output.dim() != dimensions or output.shape[0] != rows:
             shape = list(output.shape) if isinstance(output, Tensor) else type(output).__name__
-            raise ValueError(f"forward's output is {shape}, not a tensor [{rows}, out]")
-        if output.is_floating_point() != (self.output_kind == "audio"):
-            raise ValueError(f"forward's output is {output.dtype}; audio is floating point, tokens are integers")
+            wanted = f"[{rows}, out, features]" if dimensions == 3 else f"[{rows}, out]"
+            raise ValueError(f"forward's output is {shape}, not a tensor {wanted}")
+        if output.is_floating_point() == (self.output_kind == "tokens"):
+            message = "audio and features are floating point, tokens are integers"
+            raise ValueError(f"forward's output is {output.dtype}; {message}")
         return output, state
 
-    def _piece(self, output: Tensor, row: Row) -> bytes | list[int]:
+    def _piece(self, output: Tensor, row: Row) -> bytes | list[int] | PackedTensor:
         """The output of one row, cut in proportion if the input was less than a frame."""
-        taken = len(row.data) // 2 if self.input_kind == "audio" else len(row.data)
+        taken = len(row.data) // self._item_bytes()
         if taken < self.frame_samples:
             output = output[: math.ceil(output.shape[0] * taken / self.frame_samples)]
         if self.output_kind == "audio":
             return output.numpy().tobytes()
+        if self.output_kind == "features":
+            # Its own memory: a window on the batch would keep all of it.
+            return pack(output.clone())
         return cast("list[int]", output.tolist())
+
+    def _item_bytes(self) -> int:
+        """What one sample, token or row of features is in a frame's data: bytes, or an element."""
+        if self.input_kind == "audio":
+            return SAMPLE_BYTES
+        return self.feature_size * FLOAT_BYTES if self.input_kind == "features" else 1
 
 
 def load_batch(path: str, options: Mapping[str, Any], device: str, num_threads: int | None) -> StreamingBatch:
@@ -183,6 +207,12 @@ def _row(state: Any, index: int) -> Any:
     if isinstance(state, Tensor):
         return state[index].clone()
     return _rebuild(state, [_row(part, index) for part in _parts(state)])
+
+
+def _size_bytes(state: Any) -> int:
+    if isinstance(state, Tensor):
+        return state.numel() * state.element_size()
+    return sum(_size_bytes(part) for part in _parts(state))
 
 
 def _shapes(state: Any) -> Any:

@@ -19,12 +19,13 @@ from typing import TYPE_CHECKING, Annotated, Any, Protocol
 
 from msgspec import Meta, Struct, field
 
-from stages.chunks import SAMPLE_BYTES, Chunk, ChunkKind, read_chunk
+from stages.chunks import FLOAT_BYTES, SAMPLE_BYTES, Chunk, ChunkKind, read_chunk
 from stages.engine import EngineConfigError, EnginePort, EngineRefusal, Load, Output, Submission, read_options
 from stages.framing import Frame, Framer
-from stages.gauges import RecentPeak
+from stages.gauges import Budget, RecentPeak
 from stages.model_thread import ModelThread
 from stages.rows import Computed, Failed, Row
+from stages.tensors import PackedTensor
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -32,6 +33,12 @@ if TYPE_CHECKING:
     from stages.torch_batch import StreamingBatch
 
 _STOP_TIMEOUT_S = 5.0
+# What a turn's bare end says, by the module's `output_kind`.
+_NOTHING: dict[ChunkKind, bytes | list[int] | PackedTensor] = {
+    "audio": b"",
+    "tokens": [],
+    "features": PackedTensor("float32", (0, 0), b""),
+}
 
 _Positive = Annotated[int, Meta(ge=1)]
 _Milliseconds = Annotated[float, Meta(gt=0, le=3_600_000)]
@@ -42,7 +49,8 @@ class StreamingModule(Protocol):
 
     Attributes: `frame_samples` (int): how many samples (or tokens) one forward takes of each request.
     Optional ones: `sample_rate_hz` (int, 16000); `input_kind` and `output_kind`: `audio` (the default;
-    float32 between -1 and 1) or `tokens` (int64).
+    float32 between -1 and 1), `tokens` (int64) or `features` (float32, rows of `feature_size`, another attribute:
+    an earlier stage's hidden states, or what the next stage gets).
 
     A state is a tensor, or a dict, list or tuple of states, or None, of the same shapes for every request and
     after every forward. The engine keeps it for each request, from the first frame to the abort and across
@@ -57,7 +65,10 @@ class StreamingModule(Protocol):
         ...
 
     def forward(self, frames: "Tensor", state: Any) -> "tuple[Tensor, Any]":
-        """`frames` [B, frame_samples] and a state with B in front to output [B, out] and the next state."""
+        """`frames` [B, frame_samples] and a state with B in front to output [B, out] and the next state.
+
+        Features have one dimension more: [B, frame_samples, feature_size], [B, out, size].
+        """
         ...
 
 
@@ -68,8 +79,9 @@ class TorchOptions(Struct, frozen=True, kw_only=True):
     keywords. `device`: as torch writes it (`cpu`, `cuda:0`). `num_threads`: torch's threads for one forward,
     None leaves torch's default. `tick_ms`: the shortest time between two ticks; 0: as soon as there is input.
     `max_batch` bounds one forward, `max_requests` (None: no bound) what is held, `max_backlog_frames` what
-    one request may have waiting. An abort that must wait for a running tick gives up after
-    `abort_timeout_ms`; a forward that takes `hang_after_ms` makes the engine unhealthy.
+    one request may have waiting. `budget_ms` (None: no bound): a forward takes no more requests than have lately
+    fitted into that time; one that took longer is counted as missed. An abort that must wait for a running tick
+    gives up after `abort_timeout_ms`; a forward that takes `hang_after_ms` makes the engine unhealthy.
     """
 
     module: str
@@ -78,6 +90,7 @@ class TorchOptions(Struct, frozen=True, kw_only=True):
     num_threads: _Positive | None = 1
     tick_ms: Annotated[float, Meta(ge=0, le=10_000)] = 0
     max_batch: _Positive = 256
+    budget_ms: _Milliseconds | None = None
     max_requests: _Positive | None = None
     max_backlog_frames: _Positive = 30_000
     abort_timeout_ms: _Milliseconds = 5_000
@@ -110,6 +123,9 @@ class TorchEngine:
         self._options = read_options(TorchOptions, options)
         self._requests: dict[str, _Request] = {}
         self._ready: deque[_Request] = deque()
+        self._budget = Budget(self._options.budget_ms, self._options.max_batch)
+        self._missed = 0
+        self._state_bytes = 0
         self._wake = asyncio.Event()
         self._in_tick: set[_Request] = set()
         self._tick_done: asyncio.Future[None] | None = None
@@ -123,6 +139,7 @@ class TorchEngine:
         self._output_kind: ChunkKind = "audio"
         self._metadata: dict[str, Any] = {}
         self._sizes: dict[ChunkKind, int] = {}
+        self._feature_size = 1
 
     async def start(self, port: EnginePort) -> None:
         """Load the module in the model thread and try it on silence. Raises `EngineConfigError`."""
@@ -134,7 +151,13 @@ class TorchEngine:
         self._input_kind = batch.input_kind
         self._output_kind = batch.output_kind
         self._metadata = {"sample_rate_hz": batch.sample_rate_hz} if batch.output_kind == "audio" else {}
-        self._sizes = {"audio": batch.frame_samples * SAMPLE_BYTES, "tokens": batch.frame_samples}
+        self._feature_size = batch.feature_size
+        self._state_bytes = batch.state_bytes
+        self._sizes = {
+            "audio": batch.frame_samples * SAMPLE_BYTES,
+            "tokens": batch.frame_samples,
+            "features": batch.frame_samples * batch.feature_size * FLOAT_BYTES,
+        }
         self._port = port
         self._ticker = asyncio.create_task(self._run(batch), name="torch-engine ticks")
 
@@ -148,7 +171,7 @@ class TorchEngine:
             request = self._requests[submission.request_id] = _Request(submission.request_id, framer)
         elif request.framer.fence != submission.fence:
             # The model hears what the older turn left over, since it was accepted; that turn just has no end.
-            request.framer.flush(ready_s=now_s, whole=SAMPLE_BYTES if self._input_kind == "audio" else 1)
+            request.framer.flush(ready_s=now_s, whole=self._whole())
             request.framer.fence = submission.fence
         request.framer.add(chunk, final=submission.final, hold=False, ready_s=now_s)
         self._queue(request, now_s)
@@ -176,6 +199,8 @@ class TorchEngine:
             slots_used=len(self._requests),
             utilisation=min(1.0, max(slots, self._busy.read(now_s))),
             tick_late_ms=self._late_ms.read(now_s),
+            missed_ticks=self._missed,
+            memory_bytes=self._state_bytes * sum(r.state is not None for r in self._requests.values()),
         )
 
     def healthy(self) -> bool:
@@ -208,6 +233,9 @@ class TorchEngine:
             raise EngineRefusal("invalid_argument", str(error)) from None
         if chunk.kind not in (None, self._input_kind):
             raise EngineRefusal("invalid_argument", f"this stage takes {self._input_kind}, not {chunk.kind}")
+        if chunk.kind == "features" and chunk.width != self._feature_size:
+            message = f"a row of features has {chunk.width} numbers; this stage takes {self._feature_size}"
+            raise EngineRefusal("invalid_argument", message)
         same_turn = request is not None and request.framer.fence == submission.fence
         rest = request.framer.rest_with(chunk) if request is not None and same_turn else len(chunk.data)
         if self._input_kind == "audio" and submission.final and rest % SAMPLE_BYTES:
@@ -218,6 +246,12 @@ class TorchEngine:
             message = f"{backlog} frames would wait; the bound is {self._options.max_backlog_frames}"
             raise EngineRefusal("resource_exhausted", message, retryable=request is not None)
         return chunk
+
+    def _whole(self) -> int:
+        """What can't be cut any further: a sample, a token, a row."""
+        if self._input_kind == "audio":
+            return SAMPLE_BYTES
+        return self._feature_size * FLOAT_BYTES if self._input_kind == "features" else 1
 
     def _queue(self, request: _Request, now_s: float) -> None:
         """Put a request that has a frame at the end of the ready queue, once, unless it is in a tick."""
@@ -253,7 +287,7 @@ class TorchEngine:
         """A frame of each of the requests that have waited longest. Bare ends of turns need no forward."""
         picked: list[tuple[_Request, Frame]] = []
         now_s = asyncio.get_running_loop().time()
-        while self._ready and len(picked) < self._options.max_batch:
+        while self._ready and len(picked) < self._budget.rows:
             request = self._ready.popleft()
             request.queued = False
             self._late_ms.note(now_s, max(0.0, (now_s - request.ready_s) * 1000 - self._options.tick_ms))
@@ -263,7 +297,7 @@ class TorchEngine:
                 if frame.data:
                     picked.append((request, frame))
                     break
-                self._emit(request, frame, b"" if self._output_kind == "audio" else [])
+                self._emit(request, frame, _NOTHING[self._output_kind])
         return picked
 
     async def _tick(self, batch: "StreamingBatch") -> None:
@@ -285,6 +319,8 @@ class TorchEngine:
             self._in_tick = set()
             self._tick_done.set_result(None)
         now_s = loop.time()
+        if self._budget.note(len(picked), (now_s - begun_s) * 1000):
+            self._missed += 1
         if self._input_kind == "audio":
             self._busy.note(now_s, (now_s - begun_s) * batch.sample_rate_hz / batch.frame_samples)
         for request, _ in picked:
@@ -301,14 +337,14 @@ class TorchEngine:
         request.state = result.state
         self._emit(request, frame, result.data)
 
-    def _emit(self, request: _Request, frame: Frame, data: bytes | list[int]) -> None:
+    def _emit(self, request: _Request, frame: Frame, data: bytes | list[int] | PackedTensor) -> None:
         if self._port is None:
             return
         self._port.emit(
             Output(
                 request_id=request.request_id,
                 fence=frame.fence,
-                kind=self._output_kind,
+                kind="data" if self._output_kind == "features" else self._output_kind,
                 data=data,
                 turn_end=frame.turn_end,
                 metadata=dict(self._metadata),

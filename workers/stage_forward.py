@@ -19,6 +19,7 @@ from control.wire.events import OutputEvent, encode_event
 from control.wire.stage import SubmissionOrder, encode
 from stages.engine import Output, OutputKind
 from stages.policy import OutputAction, OutputDecision
+from stages.tensors import pack_extension, unpack_extension
 
 if TYPE_CHECKING:
     from workers.stage_lanes import Input, Lane
@@ -40,7 +41,8 @@ class Parcel(Struct, frozen=True):
     generation: int = -1
 
 
-_forwarded = msgspec.msgpack.Decoder(Forwarded)
+_forwarded = msgspec.msgpack.Decoder(Forwarded, ext_hook=unpack_extension)
+_pack = msgspec.msgpack.Encoder(enc_hook=pack_extension).encode
 
 
 def wrap_output(setup: StageSetup, lane: Lane, output: Output) -> Parcel:
@@ -69,7 +71,7 @@ def unwrap_output(item: Input) -> Output:
     fence = order.fence
     try:
         forwarded = _forwarded.decode(item.payload)
-    except (msgspec.DecodeError, RecursionError) as error:
+    except (msgspec.DecodeError, RecursionError, ValueError) as error:
         raise Unreadable(f"no output of another stage: {error}") from error
     return Output(
         request_id=request_id(order.session_id, fence.incarnation, fence.epoch, order.stage_id - 1),
@@ -123,7 +125,7 @@ def _forward(stage_id: int, lane: Lane, output: Output) -> Parcel:
         number=lane.next_number,
         body=encode(order),
         next_worker=lane.route[stage_id + 1],
-        payload=encode(Forwarded(output.kind, output.data, output.metadata)),
+        payload=_pack(Forwarded(output.kind, output.data, output.metadata)),
     )
     lane.forwarded += 1
     turn.forwarded += 1

@@ -32,7 +32,16 @@ log = logging.getLogger("bargein.lives")
 # How long a record outlives the last heartbeat, for operators to look at.
 KEPT_MS = 3_600_000
 
-LOAD_FIELDS = ("running", "waiting", "slots_used", "utilisation", "tick_late_ms", "accepts")
+LOAD_FIELDS = (
+    "running",
+    "waiting",
+    "slots_used",
+    "utilisation",
+    "tick_late_ms",
+    "accepts",
+    "missed_ticks",
+    "memory_bytes",
+)
 _FIELDS = ("state", "beat", "started_ms", "left", *LOAD_FIELDS)
 
 

@@ -146,3 +146,41 @@ class KeepsAnObject(Counting):
 
 def not_a_module() -> object:
     return object()
+
+
+class Widening(nn.Module):
+    """Well-behaved, tokens to features: each token as a row (token, how many came before). Keeps the count."""
+
+    frame_samples = 4
+    input_kind = "tokens"
+    output_kind = "features"
+
+    def initial_state(self) -> Any:
+        return torch.zeros(())
+
+    def forward(self, frames: Tensor, state: Any) -> tuple[Tensor, Any]:
+        position = state.unsqueeze(1) + torch.arange(frames.shape[1])
+        return torch.stack([frames.to(torch.float32), position], dim=2), state + frames.shape[1]
+
+
+class Narrowing(nn.Module):
+    """Well-behaved, features to tokens: the sum of each row."""
+
+    frame_samples = 2
+    input_kind = "features"
+    output_kind = "tokens"
+    feature_size = 2
+
+    def initial_state(self) -> Any:
+        return None
+
+    def forward(self, frames: Tensor, state: Any) -> tuple[Tensor, Any]:
+        return frames.sum(dim=2).to(torch.int64), state
+
+
+class Slow(Counting):
+    """Takes 2 ms for each row of a batch."""
+
+    def forward(self, frames: Tensor, state: Any) -> tuple[Tensor, Any]:
+        threading.Event().wait(0.002 * frames.shape[0])
+        return super().forward(frames, state)
