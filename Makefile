@@ -88,6 +88,10 @@ sim: env ## the whole system on a virtual clock under faults, by seeds: ARGS="--
 bench: env ## speed, as ratios in one run on this machine
 	@$(BIN)/python -m bench $(ARGS)
 
+.PHONY: bench-torch
+bench-torch: env ## how many sessions one torch stage serves: ARGS="--device cuda --hidden 1024"
+	@$(BIN)/python -m bench.torch_stage $(ARGS)
+
 .PHONY: lock
 lock: env ## resolve requirements*.lock anew from pyproject.toml
 	@test -x .lock-venv/bin/uv || { $(BIN)/python -m venv .lock-venv && .lock-venv/bin/pip install -q uv; }
