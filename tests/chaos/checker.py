@@ -1,41 +1,42 @@
 """Judges a chaos run from what its producers sent and its listeners saw, and from what was left at the end.
 
-Responsible for I1, I3, I4, I5, I9, I10, for the parrots' words and for liveness. Knows nothing of how the system works
-inside. Pure. Leaves collecting to `traffic.py` and `leftovers.py`. It says no with a list of `Violation`.
-
-`stage_faults_s`: when a stage worker was killed, stopped or cut off. A session may be lost only within `LOSS_S` of it.
+Responsible for I1, I3, I9, I10 and the numbers of the events, life by life. Leaves replies to `check_replies.py`,
+appends and words to `check_words.py`, the causes of a loss to `losses.py`, collecting to `traffic.py` and
+`leftovers.py`. Knows nothing of how the system works inside. Pure. It says no with a list of `Violation`.
 """
 
 from __future__ import annotations
 
-from collections import Counter
 from typing import TYPE_CHECKING
 
-from tests.chaos.history import TERMINALS, History, Leftovers, Seen, Sent, Violation
+from tests.chaos.check_replies import check_replies
+from tests.chaos.check_words import check_words
+from tests.chaos.history import History, Leftovers, Seen, Violation
+from tests.chaos.losses import Losses
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Sequence
+    from collections.abc import Iterable
 
-LOSS_S = 12.0
+# How long a detached session is kept, as in the run's pipeline; the checker holds an expiry to it.
+GRACE_S = 4.0
 
 
-def check(histories: Iterable[History], leftovers: Leftovers, stage_faults_s: Sequence[float] = ()) -> list[Violation]:
+def check(histories: Iterable[History], leftovers: Leftovers, losses: Losses | None = None) -> list[Violation]:
     """Every broken promise."""
     found: list[Violation] = []
     for history in histories:
-        found += check_history(history, stage_faults_s)
+        found += check_history(history, losses)
     return [*found, *check_leftovers(leftovers)]
 
 
-def check_history(history: History, stage_faults_s: Sequence[float] = ()) -> list[Violation]:
-    """What is wrong with one session."""
+def check_history(history: History, losses: Losses | None = None) -> list[Violation]:
+    """What is wrong with one session id."""
     return [
         *_check_numbers(history),
         *_check_fence(history),
-        *_check_replies(history),
-        *_check_appends(history),
-        *_check_outputs(history),
-        *_check_terminal(history, stage_faults_s),
+        *check_replies(history),
+        *check_words(history),
+        *_check_lives(history, losses or Losses()),
     ]
 
 
@@ -54,210 +55,128 @@ def check_leftovers(left: Leftovers) -> list[Violation]:
 
 
 def _check_numbers(history: History) -> list[Violation]:
-    """`n` counts from 1; 0 is for replies to an id that has no session."""
+    """`n` counts from 1 in each life; 0 is for what is said while there is none."""
     found: list[Violation] = []
-    last, alive = 0, False
+    last, alive = 0, None
     for entry in history.seen:
+        begins = entry.is_event("opened")
+        if begins:
+            alive = entry.incarnation
         if entry.n == 0:
-            if alive:
-                found.append(Violation("n", history.session_id, f"0 within a life, after {last}"))
+            if alive is not None:
+                found.append(Violation("n", history.session_id, f"0 within life {alive}, after {last}"))
             continue
-        begins = entry.n == 1 and not alive  # an open that found no slot after all is tried again from the start
-        if entry.n != last + 1 and not begins and not history.trimmed:
-            found.append(Violation("n", history.session_id, f"{entry.n} after {last}"))
+        wanted = 1 if begins else last + 1
+        if entry.n != wanted and not ({alive, entry.incarnation} & history.trimmed):
+            found.append(Violation("n", history.session_id, f"{entry.n} after {last}, in life {alive}"))
         last = entry.n
-        if entry.kind == "lifecycle":
-            alive = (alive or entry.body["event"] == "opened") and not entry.terminal
+        if entry.terminal:
+            alive = None
     return found
 
 
 def _check_fence(history: History) -> list[Violation]:
-    """I1: whoever has read `interrupted` reads nothing older after it."""
+    """I1: whoever has read `interrupted` reads nothing older after it; the same for a new turn that was accepted."""
     found: list[Violation] = []
-    floor = 0
+    floors: dict[int, int] = {}
+    turns: dict[tuple[int, int], tuple[int, int]] = {}
+    answered: set[str] = set()
     for entry in history.seen:
-        if entry.kind == "lifecycle" and entry.body["event"] == "interrupted":
-            floor = max(floor, entry.epoch)
-        elif entry.kind == "output" and entry.epoch < floor:
-            what = f"output {entry.body['data']} of epoch {entry.epoch} (n {entry.n}) after interrupted to {floor}"
-            found.append(Violation("I1", history.session_id, what))
+        life = entry.incarnation
+        if entry.is_event("interrupted"):
+            floors[life] = max(floors.get(life, 0), entry.epoch)
+        elif entry.kind == "output":
+            where = f"output {entry.body['data']} (n {entry.n}) of life {life}, epoch {entry.epoch}"
+            if entry.epoch < floors.get(life, 0):
+                found.append(Violation("I1", history.session_id, f"{where} after interrupted to {floors[life]}"))
+            turn = turns.get((life, entry.epoch), (0, 0))
+            if entry.turn[0] < turn[0] or entry.turn[1] < turn[1]:
+                found.append(Violation("I1", history.session_id, f"{where}, turn {entry.turn} after turn {turn}"))
+        elif entry.kind == "reply" and entry.body["control_id"] not in answered:
+            sent = history.sent.get(entry.body["control_id"])
+            if sent is None or not entry.body["ok"]:
+                continue
+            answered.add(sent.control_id)
+            if sent.op == "append":
+                place = sent.incarnation, sent.epoch
+                before = turns.get(place, (0, 0))
+                turns[place] = (max(before[0], sent.turn[0]), max(before[1], sent.turn[1]))
     return found
 
 
-def _check_replies(history: History) -> list[Violation]:
-    """I4: at least one reply, at most one a delivery, all the same once one was final."""
+def _check_lives(history: History, losses: Losses) -> list[Violation]:
+    """I10: each life is opened once and ended once, for a reason that there was, and none begins before its time."""
     found: list[Violation] = []
-    unknown = {e.body["control_id"] for e in history.seen if e.kind == "reply"} - history.sent.keys()
-    found += [Violation("I4", history.session_id, f"reply to {control_id}, never sent") for control_id in unknown]
-    for sent in history.sent.values():
-        replies = history.replies(sent.control_id)
-        name = f"{sent.op} {sent.control_id}"
-        if not replies and not history.trimmed:
-            found.append(Violation("liveness", history.session_id, f"{name} has no reply"))
-        if len(replies) > sent.deliveries:
-            what = f"{name} was delivered at most {sent.deliveries} times and has {len(replies)} replies"
-            found.append(Violation("I4", history.session_id, what))
-        final: Seen | None = None
-        for reply in replies:
-            if final is None:
-                final = None if reply.body["retryable"] else reply
-            elif _essence(reply) != _essence(final):
-                what = f"{name} was answered {_essence(final)}, then {_essence(reply)}"
-                found.append(Violation("I4", history.session_id, what))
-    return found
-
-
-def _essence(reply: Seen) -> tuple[object, ...]:
-    return reply.body["ok"], reply.body["code"], reply.body["detail"]
-
-
-def _accepted(history: History, epoch: int) -> list[tuple[Sent, Seen]]:
-    """The epoch's accepted appends with their replies, in the order of their numbers."""
-    found: list[tuple[Sent, Seen]] = []
-    for sent in history.sent.values():
-        if sent.op == "append" and sent.epoch == epoch:
-            found += [(sent, reply) for reply in history.replies(sent.control_id) if reply.body["ok"]][:1]
-    return sorted(found, key=lambda pair: pair[1].body["detail"]["seq"])
-
-
-def _epochs(history: History) -> list[int]:
-    sent = {sent.epoch for sent in history.sent.values() if sent.op == "append"}
-    return sorted(sent | {entry.epoch for entry in history.seen if entry.kind == "output"})
-
-
-def _check_appends(history: History) -> list[Violation]:
-    """I5: numbers from 1 without gap or repeat, in the order of sending."""
-    found: list[Violation] = []
-    order = {control_id: index for index, control_id in enumerate(history.sent)}
-    for epoch in _epochs(history):
-        accepted = _accepted(history, epoch)
-        numbers = [reply.body["detail"]["seq"] for _, reply in accepted]
-        if numbers != list(range(1, len(numbers) + 1)) and not history.trimmed:
-            found.append(Violation("I5", history.session_id, f"epoch {epoch}: appends are numbered {numbers}"))
-        # One that was told to try again has lost its place.
-        places = [
-            order[sent.control_id]
-            for sent, _ in accepted
-            if not any(reply.body["retryable"] for reply in history.replies(sent.control_id))
-        ]
-        if places != sorted(places):
-            what = f"epoch {epoch}: accepted in the order {[sent.control_id for sent, _ in accepted]}"
-            found.append(Violation("I5", history.session_id, what))
-    return found
-
-
-def _check_outputs(history: History) -> list[Violation]:
-    """The parrots say the accepted appends, in order, once, up to where they were interrupted.
-
-    The last of an epoch may be an append that was refused afterwards: overtaken by a cancel, timed out, its stage lost.
-    """
-    found: list[Violation] = []
-    for epoch in _epochs(history):
-        said, numbers = [], []
-        for entry in history.seen:
-            if entry.kind == "output" and entry.epoch == epoch:
-                said += entry.body["data"]
-                numbers.append(entry.body["seq"])
-        if numbers != list(range(len(numbers))) and not history.trimmed:
-            found.append(Violation("I5", history.session_id, f"epoch {epoch}: outputs are numbered {_runs(numbers)}"))
-        accepted = _accepted(history, epoch)
-        expected = [token for sent, _ in accepted for token in sent.tokens]
-        ours = {sent.control_id for sent, _ in accepted}
-        endings = [
-            list(sent.tokens)
-            for sent in history.sent.values()
-            if sent.op == "append" and sent.epoch == epoch and sent.control_id not in ours
-        ]
-        right = any(said == [*expected, *ending][: len(said)] for ending in ([], *endings))
-        if not right and not history.trimmed:
-            twice = [token for token, times in Counter(said).items() if times > 1]
-            what = f"epoch {epoch}: said {_runs(said)} of {_runs(expected)}"
-            found.append(Violation("I5", history.session_id, what + (f"; repeated {_runs(twice)}" if twice else "")))
-        elif epoch == history.settled_epoch and len(said) < len(expected) and not history.trimmed:
-            what = f"epoch {epoch}: {len(said)} of {len(expected)} tokens were ever said"
-            found.append(Violation("liveness", history.session_id, what))
-    return found
-
-
-def _check_terminal(history: History, stage_faults_s: Sequence[float]) -> list[Violation]:
-    """I10: opened once, ended once, for a reason that there was."""
-    found: list[Violation] = []
-    events = [entry for entry in history.seen if entry.kind == "lifecycle"]
-    opened = [entry for entry in events if entry.body["event"] == "opened"]
-    terminals = [entry for entry in events if entry.terminal]
-    if len(opened) > 1:
-        found.append(Violation("I10", history.session_id, f"opened {len(opened)} times"))
-    if opened and len(terminals) != 1 and not history.trimmed:
-        names = [f"{entry.body['event']} ({entry.body.get('reason')})" for entry in terminals]
-        found.append(Violation("I10", history.session_id, f"opened, and {len(terminals)} terminal events {names}"))
-    ended = False
+    name = history.session_id
+    opened: dict[int, int] = {}
+    terminals: dict[int, list[Seen]] = {}
+    closing: set[int] = set()
+    highest, alive = -1, None
     for entry in history.seen:
-        ended = ended or entry.terminal
-        if ended and entry.kind == "output":
-            found.append(Violation("I10", history.session_id, f"an output (n {entry.n}) after the end"))
-    closes = any(sent.op == "close" for sent in history.sent.values())
-    for entry in terminals:
-        reason = entry.body.get("reason")
-        if reason == "stage_lost":
-            right = any(at_s <= entry.at_s <= at_s + LOSS_S for at_s in stage_faults_s)
-        else:
-            right = (reason == "client_close" and closes) or (reason == "open_rollback" and not opened)
-        if not right:
-            what = f"{entry.body['event']} for the reason {reason} at {entry.at_s:.1f} s, without a cause"
-            found.append(Violation("I10", history.session_id, what))
+        if entry.kind == "reply":
+            continue
+        life = entry.incarnation
+        if life in terminals and not entry.terminal:
+            what = entry.body["event"] if entry.kind == "lifecycle" else "output"
+            found.append(Violation("I10", name, f"{what} (n {entry.n}) after the end of life {life}"))
+        if entry.is_event("opened"):
+            opened[life] = opened.get(life, 0) + 1
+            if opened[life] > 1:
+                found.append(Violation("I10", name, f"life {life} was opened {opened[life]} times"))
+            elif life <= highest:
+                found.append(Violation("D4", name, f"life {life} was opened after life {highest}"))
+            if alive is not None and alive not in history.trimmed and alive != life:
+                found.append(Violation("I10", name, f"life {life} was opened while life {alive} had not ended"))
+            highest, alive = max(highest, life), life
+        elif entry.is_event("closing"):
+            if life in closing:
+                found.append(Violation("I10", name, f"life {life} is closing twice"))
+            closing.add(life)
+        if entry.terminal:
+            terminals.setdefault(life, []).append(entry)
+            alive = None
+    for life in sorted(opened.keys() | terminals.keys()):
+        ends = terminals.get(life, [])
+        if life in opened and len(ends) != 1 and life not in history.trimmed:
+            names = [f"{entry.body['event']} ({entry.body.get('reason')})" for entry in ends]
+            found.append(Violation("I10", name, f"life {life} was opened, and has {len(ends)} terminal events {names}"))
+        for entry in ends:
+            if not _has_cause(history, life, entry, losses):
+                what = f"{entry.body['event']} for the reason {entry.body.get('reason')} at {entry.at_s:.1f} s"
+                found.append(Violation("I10", name, f"life {life}: {what}, without a cause"))
     return found
 
 
-def _runs(numbers: Sequence[int]) -> str:
-    """Numbers with what is consecutive joined, so that a gap shows."""
-    parts: list[list[int]] = []
-    for number in numbers:
-        if parts and number == parts[-1][1] + 1:
-            parts[-1][1] = number
-        else:
-            parts.append([number, number])
-    return " ".join(str(a) if a == b else f"{a}..{b}" for a, b in parts) or "nothing"
+def _has_cause(history: History, life: int, entry: Seen, losses: Losses) -> bool:
+    reason = entry.body.get("reason")
+    if entry.body["event"] == "expired":
+        return reason == "disconnect_grace_expired" and _was_detached(history, life, entry)
+    if reason == "stage_lost":
+        # Decided when the end began; other stages may have had to clean up before it was complete.
+        begun = (e for e in history.seen if e.is_event("closing") and e.incarnation == life)
+        return losses.is_caused(next(begun, entry))
+    return reason == "client_close" and any(
+        sent.op == "close" and sent.incarnation == life for sent in history.sent.values()
+    )
 
 
-def tell(history: History) -> list[str]:
-    """The session's history for people, a line an entry, in the order of time; runs of outputs are joined."""
-    lines: list[tuple[float, str]] = []
-    for sent in history.sent.values():
-        what = f"tokens {_runs(sent.tokens)}" if sent.tokens else ""
-        to = "" if sent.next_epoch is None else f" -> {sent.next_epoch}"
-        times = "" if sent.deliveries == 1 else f" x{sent.deliveries}"
-        lines.append((sent.at_s, f"      > {sent.op} {sent.control_id} epoch {sent.epoch}{to} {what}{times}"))
-    run: list[Seen] = []
-    for entry in [*history.seen, None]:
-        if run and (entry is None or entry.kind != "output" or entry.epoch != run[-1].epoch):
-            said = [token for output in run for token in output.body["data"]]
-            count = f"{run[0].n}..{run[-1].n}"
-            lines.append(
-                (run[0].at_s, f"{count:>6} output epoch {run[0].epoch} seq {run[0].body['seq']}: {_runs(said)}")
-            )
-            run = []
-        if entry is None:
+def _was_detached(history: History, life: int, end: Seen) -> bool:
+    """Whether the last word on the attachment was a detach, and it was sent a grace before the end."""
+    detached_s: float | None = None
+    answered: set[str] = set()
+    for entry in history.seen:
+        if entry is end:
             break
-        body = entry.body
-        if entry.kind == "output":
-            run.append(entry)
-        elif entry.kind == "reply":
-            number = (body["detail"] or {}).get("seq", "") if body["ok"] else f"{body['code']} {body['message']}"
-            lines.append((entry.at_s, f"{entry.n:>6} reply {body['control_id']} ok={body['ok']} {number}"))
-        else:
-            mark = "##" if body["event"] in TERMINALS else ""
-            lines.append((entry.at_s, f"{entry.n:>6} {body['event']} epoch {entry.epoch} {body.get('reason')} {mark}"))
-    return _folded([(at_s, text) for at_s, text in sorted(lines, key=lambda line: line[0])])
-
-
-def _folded(lines: list[tuple[float, str]]) -> list[str]:
-    """Lines that repeat the one before are counted only."""
-    told: list[str] = []
-    last, times = "", 0
-    for at_s, text in lines:
-        times = times + 1 if text == last else 1
-        if times > 1:
-            told.pop()
-        told.append(f"  {at_s:8.3f} {text}" + (f"  ({times} times)" if times > 1 else ""))
-        last = text
-    return told
+        if entry.kind != "reply" or entry.body["control_id"] in answered or not entry.body["ok"]:
+            continue
+        answered.add(entry.body["control_id"])
+        sent = history.sent.get(entry.body["control_id"])
+        if sent is None or sent.incarnation != life:
+            continue
+        if sent.op == "resume":
+            detached_s = None
+        elif sent.op == "touch" and sent.activity == "detach":
+            detached_s = sent.at_s
+    if life in history.trimmed and detached_s is None:
+        return True
+    return detached_s is not None and end.at_s - detached_s >= GRACE_S

@@ -23,6 +23,7 @@ class Proxy:
         self._flowing = asyncio.Event()
         self._flowing.set()
         self._deaf = False
+        self._stalls: set[str] = set()
         self._server: asyncio.Server | None = None
         self._writers: set[asyncio.StreamWriter] = set()
         self._tasks: set[asyncio.Task[None]] = set()
@@ -31,18 +32,24 @@ class Proxy:
         self._server = await asyncio.start_server(self._meet, "127.0.0.1", 0)
         self.port = self._server.sockets[0].getsockname()[1]
 
-    def stall(self) -> None:
-        """Nothing moves in either direction, and nobody is told."""
+    def stall(self, by: str) -> None:
+        """Nothing moves in either direction, and nobody is told, until whoever has stalled it says `flow`."""
+        self._stalls.add(by)
         self._flowing.clear()
 
-    def flow(self) -> None:
-        """All is well again."""
-        self._deaf = False
-        self._flowing.set()
+    def flow(self, by: str) -> None:
+        """This stall is over."""
+        self._stalls.discard(by)
+        if not self._stalls:
+            self._flowing.set()
 
     def lose_answers(self) -> None:
-        """Commands arrive, their answers don't; a `reset` ends it."""
+        """Commands arrive, their answers don't, until `give_answers`."""
         self._deaf = True
+
+    def give_answers(self) -> None:
+        """Answers to what is sent from now on arrive; what was lost is lost, so a `reset` comes before it."""
+        self._deaf = False
 
     def reset(self) -> None:
         """Every connection is reset."""
@@ -54,7 +61,7 @@ class Proxy:
         self._writers.clear()
 
     async def close(self) -> None:
-        self.flow()
+        self._flowing.set()
         if self._server is not None:
             self._server.close()
         self.reset()
