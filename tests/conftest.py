@@ -1,7 +1,8 @@
 """Fixtures for every test: real servers, shared by the whole run and emptied for each test, and fakeredis.
 
-`redis_url` is the quick choice for one real server, `any_server` runs a test on Valkey and on Redis 7.0,
-`fake` needs no server. A test that stops, kills or fills a server starts its own from tests.servers.
+`redis_url` is the quick choice for one real server, `any_server` runs a test on Valkey and on Redis 7.0, `cluster` is
+six nodes of Valkey, `fake` needs no server. A test that stops, kills or fills a server starts its own from
+tests.servers or tests.clusters.
 Also skips what can't run here, with the reason.
 """
 
@@ -14,6 +15,7 @@ import fakeredis
 import hypothesis
 import pytest
 
+from tests.clusters import ValkeyCluster
 from tests.servers import RealServer, RedisServer, ValkeyServer, why_no_redis
 
 if TYPE_CHECKING:
@@ -54,6 +56,20 @@ def redis7() -> Iterator[RedisServer]:
         pytest.skip(reason)
     with RedisServer() as server:
         yield server
+
+
+@pytest.fixture(scope="session")
+def shared_cluster() -> Iterator[ValkeyCluster]:
+    """The run's cluster, with whatever the last test left in it; a test must leave every node and slot where it is."""
+    with ValkeyCluster() as cluster:
+        yield cluster
+
+
+@pytest.fixture
+def cluster(shared_cluster: ValkeyCluster) -> ValkeyCluster:
+    """The run's cluster, emptied."""
+    shared_cluster.flush()
+    return shared_cluster
 
 
 @pytest.fixture

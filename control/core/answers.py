@@ -45,7 +45,10 @@ class Operation(Struct, frozen=True, gc=False, array_like=True):
 
 
 class Answered(Struct, frozen=True, gc=False, array_like=True):
-    """One answer. `numbers` by op: append `(seq, turn_seq)`, touch and resume `(lease_generation,)`."""
+    """One answer. `numbers` by op: append `(seq, turn_seq)`, touch and resume `(lease_generation,)`.
+
+    `level`: of an append whose session has another implementation level than most; the session may be gone by then.
+    """
 
     key: bytes
     op: str
@@ -55,6 +58,7 @@ class Answered(Struct, frozen=True, gc=False, array_like=True):
     lease_generation: int | None
     numbers: tuple[int, ...] = ()
     operation: Operation | None = None
+    level: str = ""
 
 
 class Answers:

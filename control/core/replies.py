@@ -106,7 +106,10 @@ class Reply(Struct, frozen=True, gc=False, kw_only=True):
 
 
 class Lifecycle(Struct, frozen=True, gc=False, kw_only=True, omit_defaults=True):
-    """An event of a session's life. `cancelled_fence` comes with `interrupted` only."""
+    """An event of a session's life. `cancelled_fence` comes with `interrupted` only.
+
+    `worker_id`: the stage worker whose loss ends the session, with the first event that says so.
+    """
 
     event: str
     session_id: str
@@ -114,6 +117,7 @@ class Lifecycle(Struct, frozen=True, gc=False, kw_only=True, omit_defaults=True)
     lease_generation: int
     reason: str | None = None
     cancelled_fence: Fence | None = None
+    worker_id: str | None = None
 
 
 OPENED = "opened"

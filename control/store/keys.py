@@ -13,7 +13,7 @@ producers; the rest is the project's own and may change with the stored layout's
 | `bargein:brake:<stage>` | string | there: silent workers of the stage may be given up | an operator | 10 minutes |
 | `bargein:{w:<id>}` | hash | `state`, `beat`, `capacity`, load | stage worker; `dead`: owner | an hour past a beat |
 | `bargein:{w:<id>}:slots` | hash | session id -> `<incarnation> <token number>` | owners | while held |
-| `bargein:{w:<id>}:owners` | hash | partition -> highest token number that came for a slot | owners | a day |
+| `bargein:{w:<id>}:owners` | hash | partition -> `<highest token number> <last call>` for a slot | owners | a day |
 | `bargein:{admission}:slots` | hash | the same as a worker's, for the limit of sessions | owners | while held |
 | `bargein:{admission}:owners` | hash | likewise | owners | a day |
 | `bargein:{p}:owner` | hash | `token`, `holder`, `revision`; after a crash `handling` | owners | for ever |

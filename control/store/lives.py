@@ -137,6 +137,18 @@ async def fetch_slots(redis: Redis, worker_id: str) -> dict[str, int]:
     return {name: incarnation for name, incarnation in slots.items() if incarnation is not None}
 
 
+async def put_back(redis: Redis, worker_id: str) -> bool:
+    """A worker that is in no index: put back if its own record says that it lives; False if it doesn't."""
+    fields = (*Entry.__struct_fields__, "state")
+    values = await cast("Awaitable[list[Any]]", redis.hmget(keys.worker_state(worker_id), list(fields)))
+    found = {name: _text(value) for name, value in zip(fields, values, strict=True) if value is not None}
+    if found.pop("state", LifeState.DEAD) == LifeState.DEAD or len(found) < len(Entry.__struct_fields__):
+        return False
+    entry = msgspec.convert(found, Entry, strict=False)
+    await cast("Awaitable[int]", redis.hsetnx(keys.STAGES, worker_id, cast("Any", msgspec.msgpack.encode(entry))))
+    return True
+
+
 async def sweep_queues(redis: Redis, worker_id: str, partitions: int) -> None:
     """Remove the queues of a life that is over, once no session is placed on it: nobody reads or fills them again."""
     async with redis.pipeline(transaction=False) as pipe:
@@ -150,10 +162,16 @@ async def sweep_queues(redis: Redis, worker_id: str, partitions: int) -> None:
 
 async def fetch_lives(redis: Redis) -> list[Life]:
     """Every life in the index, those that are over too. One whose record can't be read is left out."""
+    return (await fetch_index(redis))[0]
+
+
+async def fetch_index(redis: Redis) -> tuple[list[Life], frozenset[str]]:
+    """As `fetch_lives`, and every name in the index, those whose record can't be read among them."""
     index = await cast("Awaitable[dict[Any, Any]]", redis.hgetall(keys.STAGES))
     workers = [(_text(name), blob) for name, blob in index.items()]
+    names = frozenset(worker_id for worker_id, _ in workers)
     if not workers:
-        return []
+        return [], names
     async with redis.pipeline(transaction=False) as pipe:
         for worker_id, _ in workers:
             pipe.hmget(keys.worker_state(worker_id), list(_FIELDS))
@@ -165,7 +183,7 @@ async def fetch_lives(redis: Redis) -> list[Life]:
         life = _read(worker_id, blob, values, used_slots)
         if life is not None:
             lives.append(life)
-    return lives
+    return lives, names
 
 
 async def fetch_figures(redis: Redis, worker_id: str) -> dict[str, str]:

@@ -110,7 +110,7 @@ async def agree_on_config(redis: Redis, partitions: int) -> None:
                     pipe.hsetnx(keys.CONFIG, field, value)
                 pipe.hgetall(keys.CONFIG)
                 stored = _texts((await pipe.execute())[-1])
-    except ResponseError as error:
+    except (ResponseError, *LOST) as error:
         raise Unusable(f"{keys.CONFIG} can't be read or written: {error}") from error
     for field, value in wanted.items():
         if stored[field] != value:

@@ -41,13 +41,17 @@ def slot_call(
     *,
     partition: int,
     token_number: int,
+    call_number: int,
     max_sessions: int | None,
 ) -> tuple[Script, Sequence[str], Sequence[Any]]:
-    """A call for `Link.try_run_all`. `what`: take or free. `token_number`: that of the partition's owner."""
+    """A call for `Link.try_run_all`. `what`: take or free. `token_number`: that of the partition's owner.
+
+    `call_number` rises with every call of one owner: a word that comes late, after its repetition, does nothing.
+    """
     if holder == ADMISSION:
         names = (keys.ADMISSION_STATE, keys.ADMISSION_SLOTS, keys.ADMISSION_OWNERS)
         limit: int | str = max_sessions or 0
     else:
         names = (keys.worker_state(holder), keys.worker_slots(holder), keys.worker_owners(holder))
         limit = ""
-    return script("slot"), names, (what, session_id, incarnation, token_number, limit, partition)
+    return script("slot"), names, (what, session_id, incarnation, token_number, limit, partition, call_number)

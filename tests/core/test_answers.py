@@ -351,3 +351,16 @@ def test_a_refused_append_can_come_again_after_the_stage_has_changed_its_mind() 
     assert call.requests == {0: RequestPhase.RESERVED}
     call.append(control_id="c-one")
     assert call.accept().reply.detail.seq == 1
+
+
+@pytest.mark.parametrize("level", [None, "mine"])
+def test_an_append_sent_again_after_its_session_has_ended_has_the_same_reply(level: str | None) -> None:
+    call = Call()
+    call.feed(call.make(c.Open, capabilities=c.Capabilities(implementation_level=level, input_modes=["append_tokens"])))
+    call.place()
+    append = call.make(c.Append, mode="append_tokens")
+    first = play_out(call, append)
+    call.close()
+    call.clean()
+    assert call.phase is Phase.VACANT
+    assert plain(call.feed(append).reply) == plain(first)

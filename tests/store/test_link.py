@@ -59,13 +59,13 @@ async def test_an_error_stands_in_its_place_and_the_others_are_answered(link: Li
 async def test_an_unknown_script_is_loaded_and_run_after_the_others(link: Link) -> None:
     calls = [(script("join"), ["controls"], ["control-a", 60_000]), (script("acquire"), [KEYS.owner], ["a", 1, "r"])]
     joined, taken = await link.run_all(calls)
-    assert joined[1:] == [b"control-a"]
+    assert joined[2:] == [b"control-a"]
     assert taken[0] == 1
     await link.call("SCRIPT", "FLUSH")
     joined, wrong, again = await link.try_run_all(
         [calls[0], (script("acquire"), ["controls"], ["a", 1, "r"]), calls[0]]
     )
-    assert joined[1:] == again[1:] == [b"control-a"]
+    assert joined[2:] == again[2:] == [b"control-a"]
     assert isinstance(wrong, ResponseError)
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from typing import TYPE_CHECKING
 
 from control.store import keys
@@ -16,6 +17,7 @@ from control.store.lives import (
     fetch_figures,
     fetch_lives,
     fetch_slots,
+    put_back,
     register_life,
     say_goodbye,
     sweep_queues,
@@ -27,11 +29,14 @@ if TYPE_CHECKING:
 
 ENTRY = Entry(stage_id=1, stage="voice", capacity=2, engine="parrot")
 WORKER = "voice-00c0ffee"
+_calls = itertools.count(1)
 STATE = keys.worker_state(WORKER)
 
 
 async def take_slot(store: Store, session_id: str = "s") -> Slot:
-    call = slot_call("take", WORKER, session_id, 1, partition=0, token_number=5, max_sessions=None)
+    call = slot_call(
+        "take", WORKER, session_id, 1, partition=0, token_number=5, call_number=next(_calls), max_sessions=None
+    )
     [answer] = await store.link.run_all([call])
     return Slot(answer)
 
@@ -128,6 +133,19 @@ async def test_who_holds_slots_is_read_with_the_incarnation(real_store: Store) -
     await real_store.redis.hset(keys.worker_slots(WORKER), mapping={"Ada": "3 17", "Bob": "0 5", "odd": "what"})
     assert await fetch_slots(real_store.redis, WORKER) == {"Ada": 3, "Bob": 0}
     assert await fetch_slots(real_store.redis, "nobody") == {}
+
+
+async def test_a_worker_that_was_struck_off_the_index_is_put_back_if_it_lives(real_store: Store) -> None:
+    await register_life(real_store.redis, WORKER, ENTRY)
+    await real_store.redis.delete(keys.STAGES)
+    assert await put_back(real_store.redis, WORKER)
+    life = await the_life(real_store)
+    assert (life.stage_id, life.stage, life.capacity, life.engine) == (1, "voice", 2, "parrot")
+    await end_life(real_store.redis, WORKER)
+    await real_store.redis.delete(keys.STAGES)
+    assert not await put_back(real_store.redis, WORKER)
+    assert not await put_back(real_store.redis, "nobody")
+    assert await fetch_lives(real_store.redis) == []
 
 
 async def test_the_queues_of_a_life_are_swept_in_every_partition_and_no_others(real_store: Store) -> None:

@@ -118,17 +118,20 @@ async def test_i6_a_deposed_owner_that_wakes_up_much_later_can_change_nothing(st
 
 
 async def test_members_come_and_go(store: Store) -> None:
-    now_ms, *members = await store.run("join", [keys.CONTROLS], ["control-b", 60_000])
-    assert members == [b"control-b"]
-    _, *members = await store.run("join", [keys.CONTROLS], ["control-a", 60_000])
+    now_ms, next_ms, *members = await store.run("join", [keys.CONTROLS], ["control-b", 60_000])
+    assert (next_ms, members) == (0, [b"control-b"]), "there is nobody to miss"
+    later_ms, next_ms, *members = await store.run("join", [keys.CONTROLS], ["control-a", 90_000])
     assert set(members) == {b"control-a", b"control-b"}
-    assert 0 <= await store.redis.zscore(keys.CONTROLS, "control-b") - now_ms <= 60_000
-    _, *members = await store.run("join", [keys.CONTROLS], ["control-b", 0])
+    assert next_ms == now_ms + 60_000, "b is the first to be missed"
+    _, next_ms, *_ = await store.run("join", [keys.CONTROLS], ["control-b", 60_000])
+    assert next_ms == later_ms + 90_000, "one is not missed by oneself"
+    assert 0 <= await store.redis.zscore(keys.CONTROLS, "control-b") - now_ms <= 90_000
+    _, _, *members = await store.run("join", [keys.CONTROLS], ["control-b", 0])
     assert members == [b"control-a"]
     await store.redis.zadd(keys.CONTROLS, {"control-a": now_ms - 1})
-    _, *members = await store.run("join", [keys.CONTROLS], ["control-c", 60_000])
+    _, _, *members = await store.run("join", [keys.CONTROLS], ["control-c", 60_000])
     assert members == [b"control-c"]
-    _, *members = await store.run("join", [keys.CONTROLS], ["control-c", 0])
+    _, _, *members = await store.run("join", [keys.CONTROLS], ["control-c", 0])
     assert members == []
     assert not await store.redis.exists(keys.CONTROLS)
 

@@ -71,10 +71,11 @@ class Desk:
 
 
 @pytest.fixture
-async def desk(real_store: Store) -> AsyncIterator[Desk]:
-    pool = make_pool(real_store.server.url)
+async def desk(one_server: Store) -> AsyncIterator[Desk]:
+    """One reader of two partitions, as on one server; on a cluster each partition has one (tests/cluster)."""
+    pool = make_pool(one_server.server.url)
     link = HeldLink(pool)
-    yield Desk(real_store, link)
+    yield Desk(one_server, link)
     await link.close()
     await pool.disconnect()
 

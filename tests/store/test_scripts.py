@@ -101,20 +101,21 @@ async def test_every_script_is_one_that_the_servers_can_load(real_store: Store) 
         assert sha in {script(name).sha, script(name).sha.encode()}
 
 
-async def test_an_error_inside_a_script_says_so_and_one_before_it_does_not(real_store: Store) -> None:
+async def test_an_error_inside_a_script_says_so_and_one_before_it_does_not(one_server: Store) -> None:
     """The owner tells by it whether a batch is at fault, or the server runs no script at all."""
-    await real_store.redis.set(KEYS.owner, "not ours")
-    (inside,) = await real_store.link.try_run_all([(script("acquire"), [KEYS.owner], ["control-a", 1000, "x"])])
+    # Only one server can be made a replica by hand.
+    await one_server.redis.set(KEYS.owner, "not ours")
+    (inside,) = await one_server.link.try_run_all([(script("acquire"), [KEYS.owner], ["control-a", 1000, "x"])])
     assert "script:" in str(inside)
-    await real_store.redis.config_set("maxmemory", 1)
+    await one_server.redis.config_set("maxmemory", 1)
     try:
-        (before,) = await real_store.link.try_run_all([(script("publish"), ["a", "b", "c", "d", "e"], ["ear-1", 1000])])
+        (before,) = await one_server.link.try_run_all([(script("publish"), ["a", "b", "c", "d", "e"], ["ear-1", 1000])])
     finally:
-        await real_store.redis.config_set("maxmemory", 0)
+        await one_server.redis.config_set("maxmemory", 0)
     assert "script:" not in str(before)
-    await real_store.redis.execute_command("REPLICAOF", "127.0.0.1", "1")
+    await one_server.redis.execute_command("REPLICAOF", "127.0.0.1", "1")
     try:
-        (before,) = await real_store.link.try_run_all([(script("acquire"), [KEYS.owner], ["control-a", 1000, "x"])])
+        (before,) = await one_server.link.try_run_all([(script("acquire"), [KEYS.owner], ["control-a", 1000, "x"])])
     finally:
-        await real_store.redis.execute_command("REPLICAOF", "NO", "ONE")
+        await one_server.redis.execute_command("REPLICAOF", "NO", "ONE")
     assert "script:" not in str(before)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import itertools
 
 from control.core.scene import ADMISSION
 from control.store import keys
@@ -11,6 +12,7 @@ from tests.store.desk import Store
 
 EAR = "ear-1"
 TAKE, FREE = "take", "free"
+_calls = itertools.count(1)
 
 
 async def say(
@@ -23,8 +25,18 @@ async def say(
     holder: str = EAR,
     partition: int = 3,
     most: int | None = None,
+    number: int | None = None,
 ) -> Slot:
-    call = slot_call(what, holder, session_id, incarnation, partition=partition, token_number=token, max_sessions=most)
+    call = slot_call(
+        what,
+        holder,
+        session_id,
+        incarnation,
+        partition=partition,
+        token_number=token,
+        call_number=next(_calls) if number is None else number,
+        max_sessions=most,
+    )
     (answer,) = await store.link.try_run_all([call])
     return Slot(answer)
 
@@ -55,6 +67,17 @@ async def test_a_worker_whose_engine_has_no_room_takes_nobody_and_keeps_whom_it_
     assert await say(store, TAKE, "b") is Slot.DONE
 
 
+async def test_s70_a_word_that_arrives_after_its_repetition_does_nothing(store: Store) -> None:
+    await live(store, 2)
+    assert await say(store, TAKE, "a", number=1001) is Slot.DONE
+    # Its answer was lost, and it was said again; then the session was refused, left, and came back.
+    assert await say(store, FREE, "a", number=1003) is Slot.DONE
+    assert await say(store, TAKE, "a", number=1004) is Slot.DONE
+    assert await say(store, FREE, "a", number=1002) is Slot.DEPOSED
+    assert await held(store) == {b"a": b"0 10"}
+    assert await say(store, FREE, "a", token=11, number=1) is Slot.DONE, "the next owner begins to count anew"
+
+
 async def test_s3_of_many_that_race_for_the_last_slot_one_wins(store: Store) -> None:
     await live(store, 1)
     answers = await asyncio.gather(*(one_taker(store, number) for number in range(8)))
@@ -64,7 +87,7 @@ async def test_s3_of_many_that_race_for_the_last_slot_one_wins(store: Store) -> 
 
 async def one_taker(store: Store, number: int) -> Slot:
     _, names, arguments = slot_call(
-        TAKE, EAR, f"racer-{number}", 0, partition=number, token_number=10, max_sessions=None
+        TAKE, EAR, f"racer-{number}", 0, partition=number, token_number=10, call_number=1, max_sessions=None
     )
     return Slot(await store.run_apart("slot", names, arguments))
 

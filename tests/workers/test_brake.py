@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import AsyncIterator
 from typing import Any
 
@@ -46,7 +47,9 @@ class Watch:
 
     def __init__(self, redis: Any) -> None:
         self.redis = redis
-        self.observer = Observer(redis, Directory(2), 2, HEARTBEAT_MS, lambda: None, BRAKE_MS)
+        self.observer = Observer(
+            redis, Directory(2), 2, HEARTBEAT_MS, lambda: None, BRAKE_MS, interval_ms=HEARTBEAT_MS // 5
+        )
 
     async def begin(self, *workers: str) -> None:
         """Each worker's stage is the first letter of its name."""
@@ -118,3 +121,37 @@ async def test_workers_that_said_goodbye_do_not_count_as_lost(redis: Any) -> Non
         await say_goodbye(redis, leaving)
     await watch.pass_s(0.5)
     assert "a3" in await watch.pass_s(1.5, "a3")
+
+
+async def test_s86_workers_that_stop_at_once_are_held_though_their_heartbeats_were_not_in_step(redis: Any) -> None:
+    watch = Watch(redis)
+    await watch.begin("a1", "a2")
+    watch.observer._pulses["a1"].since_s -= HEARTBEAT_MS / 5000  # it beat an interval before the other
+    for _ in range(8):
+        for pulse in watch.observer._pulses.values():
+            pulse.since_s -= 0.12 * HEARTBEAT_MS / 1000
+        watch.observer._looked_s = time.monotonic()
+        await watch.observer.look()
+    assert watch.observer.lost == {}
+    assert watch.observer.braked == {"a"}
+
+
+async def test_a_lone_silent_worker_is_given_up_though_the_others_heartbeats_are_just_due(redis: Any) -> None:
+    watch = Watch(redis)
+    await watch.begin("a1", "a2", "a3", "a4")
+    for name in ("a2", "a3", "a4"):
+        watch.observer._pulses[name].since_s -= 0.3 * HEARTBEAT_MS / 1000
+    watch.observer._pulses["a1"].since_s -= 1.1 * HEARTBEAT_MS / 1000
+    watch.observer._looked_s = time.monotonic()
+    await watch.observer.look()
+    assert set(watch.observer.lost) == {"a1"}
+
+
+async def test_silences_are_counted_anew_after_a_moment_in_which_nobody_could_be_heard(redis: Any) -> None:
+    watch = Watch(redis)
+    await watch.begin("a1", "a2", "a3", "a4")
+    watch.observer._pulses["a1"].since_s -= 1.1 * HEARTBEAT_MS / 1000
+    watch.observer.start_over()
+    watch.observer._looked_s = time.monotonic()
+    await watch.observer.look()
+    assert watch.observer.lost == {}

@@ -201,3 +201,39 @@ async def test_i2_a_request_is_released_only_once_every_stage_of_its_route_has_c
         mouth.confirms = True
         assert (await caller.reply(cancel))["ok"]
         assert not await bed.redis.exists(caller.keys.outputs)
+
+
+async def test_s51_a_session_whose_worker_is_in_no_index_any_more_is_told_after_lost_writes(redis_url: str) -> None:
+    async with Bed(redis_url, make_pipeline(partitions=1, session={"cleanup_backoff_s": 0.1})) as bed:
+        await bed.control("control-a")
+        ear = await bed.stage()
+        ear.confirms = False
+        caller = bed.caller("Ada")
+        await caller.open()
+        await caller.reply(await caller.append())
+        closing = await caller.send("close")
+        await caller.heard("closing")
+        # What the server has lost: that the worker was judged, and who held its slots.
+        await ear.stop()
+        bed.stages.remove(ear)
+        await bed.redis.delete(keys.worker_state("ear-1"), keys.worker_slots("ear-1"))
+        await bed.redis.hdel(keys.STAGES, "ear-1")
+        assert (await caller.heard("closed"))["reason"] == "client_close"
+        assert await caller.reply(closing)
+
+
+async def test_a_worker_that_somebody_struck_off_the_index_is_put_back_and_its_sessions_live(redis_url: str) -> None:
+    async with Bed(redis_url, make_pipeline(partitions=1, session={"cleanup_backoff_s": 0.1})) as bed:
+        worker = await bed.control("control-a")
+        ear = await bed.stage()
+        ear.confirms = False
+        caller = bed.caller("Ada")
+        await caller.open()
+        await caller.reply(await caller.append())
+        await caller.cancel(fence(), fence(1))
+        await bed.redis.delete(keys.STAGES)
+        await until(lambda: "ear-1" not in worker.observer.indexed)
+        await until(lambda: "ear-1" in worker.observer.indexed)
+        ear.confirms = True
+        assert (await caller.reply(await caller.append(fence(1))))["ok"]
+        assert "closed" not in caller.lifecycle()

@@ -711,3 +711,17 @@ def test_a_dead_letter_and_a_fenced_worker_are_part_of_the_batch() -> None:
     assert batch._dead == [ACKS_KEY, "5-0", "it makes no sense", 0]
     assert batch._fenced == [EAR]
     assert not batch.is_empty
+
+
+def test_an_append_that_was_answered_needs_no_room_in_a_full_line() -> None:
+    bench = Bench(limits=Limits(waiting_appends=2)).opened()
+    answered = bench.append(control_id="first")
+    bench.accept()
+    for number in range(3):
+        bench.append(control_id=f"waits-{number}")
+    bench.commit()
+    bench.out.clear()
+    bench.append(control_id="first")
+    assert bench.replies() == [("first", None)], answered
+    bench.append(control_id="fourth")
+    assert bench.replies()[1:] == [("fourth", "resource_exhausted")]

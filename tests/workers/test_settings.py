@@ -64,6 +64,10 @@ def test_an_empty_variable_is_one_that_is_not_set(monkeypatch: pytest.MonkeyPatc
         ("GRACE_S", "soon", "BARGEIN_GRACE_S (--grace-s): is 'soon'; it must be a number"),
         ("REDIS_URL", "http://h:6379", "BARGEIN_REDIS_URL (--redis-url): must begin with redis://, rediss://, unix://"),
         ("REDIS_URL", "redis://h:port/0", "BARGEIN_REDIS_URL (--redis-url): can't be used: "),
+        ("REDIS_URL", "redis+cluster://h:1,g:port", "BARGEIN_REDIS_URL (--redis-url): can't be used: "),
+        ("REDIS_URL", "redis+cluster://h:1/3", "a cluster has no databases"),
+        ("REDIS_URL", "redis+sentinel://h:1,g:2", "names no service; write redis+sentinel://host:port/service"),
+        ("REDIS_URL", "rediss+cluster://h:1?protocol=3", "the option protocol is not open to choice"),
         ("REDIS_URL", "redis://h/0?colour=red", "unexpected keyword argument 'colour'"),
         ("REDIS_URL", "redis://h/0?socket_timeout=soon", "Invalid value for 'socket_timeout'"),
         ("REDIS_URL", "redis://h/0?protocol=3", "the option protocol is not open to choice"),
@@ -93,6 +97,8 @@ def test_all_that_is_wrong_is_said_at_once(monkeypatch: pytest.MonkeyPatch) -> N
         ("redis://h:1/2", "redis://:p%40ss%2F%3A%23@h:1/2"),
         ("rediss://me@h/0", "rediss://me:p%40ss%2F%3A%23@h/0"),
         ("unix:///run/redis.sock?db=1", "unix://:p%40ss%2F%3A%23@/run/redis.sock?db=1"),
+        ("redis+cluster://a:1,b:2", "redis+cluster://:p%40ss%2F%3A%23@a:1,b:2"),
+        ("rediss+sentinel://me@a,b:2/calls/1", "rediss+sentinel://me:p%40ss%2F%3A%23@a,b:2/calls/1"),
     ],
 )
 def test_the_password_of_the_file_goes_into_the_url(tmp_path: Path, url: str, whole: str) -> None:
@@ -114,6 +120,17 @@ def test_a_password_is_never_shown(tmp_path: Path, monkeypatch: pytest.MonkeyPat
     assert "give one of them" in problems[0]
     monkeypatch.setenv("BARGEIN_REDIS_URL", "redis://me:hush@h:port/2")
     assert "hush" not in "".join(problems_of())
+
+
+@pytest.mark.parametrize("url", ["redis+cluster://me:hush@a:1,b:2", "rediss+sentinel://me:hush@a,b:2/calls?x=1"])
+def test_the_address_of_several_hosts_is_shown_without_the_password(monkeypatch: pytest.MonkeyPatch, url: str) -> None:
+    monkeypatch.setenv("BARGEIN_REDIS_URL", url.replace("?x=1", "?health_check_interval=1"))
+    settings = load_settings()
+    assert settings.address == url.partition("?")[0].replace("me:hush@", "")
+    assert "hush" not in f"{settings} {settings!r}"
+    (problem,) = problems_of(redis_url=url)
+    assert "BARGEIN_REDIS_PASSWORD_FILE" in problem
+    assert "hush" not in problem
 
 
 def test_a_password_in_a_flag_is_refused_since_everybody_could_read_it() -> None:

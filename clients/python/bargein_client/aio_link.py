@@ -2,8 +2,8 @@
 
 Talks to Redis, and only that: what is sent and what comes in means something to conversation.py alone.
 One task a session reads its event stream while there is something to hear. Commands of a session are added
-one after another, in the order of the calls, so that a slow connection can't turn them round. Every Redis
-command has one key, so a cluster will do.
+one after another, in the order of the calls, so that a slow connection can't turn them round. Which server
+has a key is aio_nodes.py's business.
 Units: `_s` seconds, `_ms` milliseconds.
 How it says no: a BargeinError. What passes (a lost connection, a full server) is waited out first.
 """
@@ -14,15 +14,14 @@ import asyncio
 import contextlib
 from typing import TYPE_CHECKING, Any, TypeVar
 
-import redis.asyncio
-from redis.asyncio.retry import Retry
-from redis.backoff import NoBackoff
-
 from bargein_client import protocol, transport
+from bargein_client.aio_nodes import open_nodes
 from bargein_client.errors import BargeinError, NotReadyError, UnreachableError
 
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator, Awaitable, Callable
+
+    import redis.asyncio
 
     from bargein_client.conversation import Conversation
     from bargein_client.mailbox import Options
@@ -45,12 +44,7 @@ class Link:
         self.options = options
         self._prefix = prefix
         self._partitions: int | None = None
-        self._owned: redis.asyncio.Redis | None = None
-        if isinstance(url_or_redis, str):
-            settings = transport.socket_settings(options)
-            self._owned = redis.asyncio.Redis.from_url(url_or_redis, retry=Retry(NoBackoff(), 0), **settings)
-        self._redis: Any = self._owned or url_or_redis
-        self._socket_timeout_s = transport.require_socket_timeout_s(self._redis)
+        self._nodes = open_nodes(url_or_redis, options)
 
     async def load_partitions(self, wait_s: float) -> None:
         """Read the config, once; wait that long for a first worker to write it.
@@ -79,22 +73,24 @@ class Link:
 
     async def fetch_last_event_id(self, key: str) -> str:
         """Where an event stream ends at present. One try."""
-        return transport.last_id_of(await _cancellable(self._redis.xrevrange(key, count=1)))
+        return transport.last_id_of(await self._call(key, lambda redis: redis.xrevrange(key, count=1)))
 
     async def fetch_time_ms(self) -> int:
-        """Redis' clock. One try."""
-        return transport.time_ms_of(await _cancellable(self._redis.time()))
+        """Redis' clock; of a cluster's nodes always of the same one. One try."""
+        answer = await self._call(protocol.config_key(self._prefix), lambda redis: redis.time())
+        return transport.time_ms_of(answer)
 
     async def add(self, command: Command) -> None:
         """Add a command to its partition's stream. One try."""
         key = protocol.commands_key(self._prefix, self.partition_of(command.session_id))
-        await _cancellable(self._redis.xadd(key, command.fields))
+        await self._call(key, lambda redis: redis.xadd(key, command.fields))
 
     async def read(self, key: str, after: str, wait_s: float) -> list[transport.Entry]:
         """The entries of a stream after that one, or none after that wait. One try."""
-        block_ms = transport.block_ms(wait_s, self._socket_timeout_s)
-        call = self._redis.xread({key: after}, count=transport.READ_COUNT, block=block_ms)
-        return transport.entries_of(await _cancellable(call))
+        block_ms = transport.block_ms(wait_s, self._nodes.socket_timeout_s)
+        count = transport.READ_COUNT
+        answer = await self._call(key, lambda redis: redis.xread({key: after}, count=count, block=block_ms))
+        return transport.entries_of(answer)
 
     async def patiently(self, call: Callable[[], Awaitable[T]], session_id: str | None = None) -> T:
         """The answer to a call, however often Redis is away meanwhile. Raises UnreachableError in the end."""
@@ -110,12 +106,15 @@ class Link:
                 await asyncio.sleep(pause_s)
 
     async def _fetch_config(self) -> dict[bytes, bytes]:
-        return await _cancellable(self._redis.hgetall(protocol.config_key(self._prefix)))
+        key = protocol.config_key(self._prefix)
+        return await self._call(key, lambda redis: redis.hgetall(key))
+
+    async def _call(self, key: str, ask: Callable[[Any], Awaitable[T]]) -> T:
+        return await _cancellable(self._nodes.call(key, ask))
 
     async def aclose(self) -> None:
         """Close the connections, if they are ours."""
-        if self._owned is not None:
-            await self._owned.aclose()
+        await self._nodes.aclose()
 
 
 class Exchange:

@@ -3,7 +3,7 @@
 Talks to Redis, and only that: what is sent and what comes in means something to conversation.py alone.
 One daemon thread a session reads its event stream while there is something to hear. Threads may share a
 session: `guard` protects its state and is never held while Redis is waited for, `_order` keeps its commands
-in the order of their fences. Every Redis command has one key, so a cluster will do.
+in the order of their fences. Which server has a key is sync_nodes.py's business.
 Units: `_s` seconds, `_ms` milliseconds.
 How it says no: a BargeinError. What passes (a lost connection, a full server) is waited out first.
 """
@@ -14,17 +14,16 @@ import contextlib
 import threading
 import time
 from concurrent.futures import Future
-from typing import TYPE_CHECKING, Any, TypeVar
-
-import redis
-from redis.backoff import NoBackoff
-from redis.retry import Retry
+from typing import TYPE_CHECKING, TypeVar
 
 from bargein_client import protocol, transport
 from bargein_client.errors import BargeinError, NotReadyError, UnreachableError
+from bargein_client.sync_nodes import open_nodes
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
+
+    import redis
 
     from bargein_client.conversation import Conversation
     from bargein_client.mailbox import Options
@@ -40,12 +39,7 @@ class Link:
         self.options = options
         self._prefix = prefix
         self._partitions: int | None = None
-        self._owned: redis.Redis | None = None
-        if isinstance(url_or_redis, str):
-            settings = transport.socket_settings(options)
-            self._owned = redis.Redis.from_url(url_or_redis, retry=Retry(NoBackoff(), 0), **settings)
-        self._redis: Any = self._owned or url_or_redis
-        self.socket_timeout_s = transport.require_socket_timeout_s(self._redis)
+        self._nodes = open_nodes(url_or_redis, options)
 
     def load_partitions(self, wait_s: float) -> None:
         """Read the config, once; wait that long for a first worker to write it.
@@ -54,8 +48,9 @@ class Link:
         """
         give_up_s = time.monotonic() + wait_s
         pauses_s = self.options.pauses_s()
+        key = protocol.config_key(self._prefix)
         while self._partitions is None:
-            config = self.patiently(lambda: self._redis.hgetall(protocol.config_key(self._prefix)))
+            config = self.patiently(lambda: self._nodes.call(key, lambda redis: redis.hgetall(key)))
             try:
                 self._partitions = protocol.require_partitions(config, self._prefix)
             except NotReadyError:
@@ -74,21 +69,29 @@ class Link:
 
     def fetch_last_event_id(self, key: str) -> str:
         """Where an event stream ends at present. One try."""
-        return transport.last_id_of(self._redis.xrevrange(key, count=1))
+        return transport.last_id_of(self._nodes.call(key, lambda redis: redis.xrevrange(key, count=1)))
 
     def fetch_time_ms(self) -> int:
-        """Redis' clock. One try."""
-        return transport.time_ms_of(self._redis.time())
+        """Redis' clock; of a cluster's nodes always of the same one. One try."""
+        key = protocol.config_key(self._prefix)
+        return transport.time_ms_of(self._nodes.call(key, lambda redis: redis.time()))
 
     def add(self, command: Command) -> None:
         """Add a command to its partition's stream. One try."""
         key = protocol.commands_key(self._prefix, self.partition_of(command.session_id))
-        self._redis.xadd(key, command.fields)
+        self._nodes.call(key, lambda redis: redis.xadd(key, command.fields))
 
     def read(self, key: str, after: str, wait_s: float) -> list[transport.Entry]:
         """The entries of a stream after that one, or none after that wait. One try."""
         block_ms = transport.block_ms(wait_s, self.socket_timeout_s)
-        return transport.entries_of(self._redis.xread({key: after}, count=transport.READ_COUNT, block=block_ms))
+        count = transport.READ_COUNT
+        answer = self._nodes.call(key, lambda redis: redis.xread({key: after}, count=count, block=block_ms))
+        return transport.entries_of(answer)
+
+    @property
+    def socket_timeout_s(self) -> float:
+        """After how long without a word a connection counts as dead."""
+        return self._nodes.socket_timeout_s
 
     def patiently(self, call: Callable[[], T], session_id: str | None = None) -> T:
         """The answer to a call, however often Redis is away meanwhile. Raises UnreachableError in the end."""
@@ -105,13 +108,11 @@ class Link:
 
     def interrupt_reads(self) -> None:
         """Wake readers that are blocked, if the connections are ours."""
-        if self._owned is not None:
-            self._owned.connection_pool.disconnect()
+        self._nodes.interrupt()
 
     def close(self) -> None:
         """Close the connections, if they are ours."""
-        if self._owned is not None:
-            self._owned.close()
+        self._nodes.close()
 
 
 class Exchange:

@@ -1,6 +1,6 @@
 """What both shells must know about redis-py: which errors pass, how sockets are set, what answers look like.
 
-Pure, apart from naming redis-py's classes. Leaves every call to aio_link.py and sync_link.py.
+Pure, apart from naming redis-py's classes. Leaves every call to aio_nodes.py and sync_nodes.py.
 A read never blocks longer than half the socket's timeout: so a quiet stream is not taken for a dead
 connection, and a dead connection is noticed.
 Units: `_s` seconds, `_ms` milliseconds.
@@ -35,26 +35,26 @@ TRANSIENT: tuple[type[Exception], ...] = (
     exceptions.OutOfMemoryError,
     exceptions.ReadOnlyError,
     exceptions.ClusterDownError,
+    exceptions.MasterDownError,
     exceptions.TryAgainError,
-    exceptions.SlotNotCoveredError,
+    exceptions.ClusterError,
+    # Not a RedisError, and said of a cluster none of whose nodes answers at the moment.
+    exceptions.RedisClusterException,
     OSError,
 )
 # The same, for what redis-py has no class for.
 BUSY = ("BUSY ", "MISCONF ", "NOREPLICAS ")
 # These look like broken connections to redis-py, but trying again will not help.
 REFUSED: tuple[type[Exception], ...] = (exceptions.AuthenticationError, exceptions.AuthorizationError)
-FAILED: tuple[type[Exception], ...] = (
-    *TRANSIENT,
-    *REFUSED,
-    exceptions.RedisError,
-    exceptions.RedisClusterException,
-)
+FAILED: tuple[type[Exception], ...] = (*TRANSIENT, *REFUSED, exceptions.RedisError)
 
 
-def socket_settings(options: Options) -> dict[str, Any]:
+def socket_settings(options: Options, url: str = "") -> dict[str, Any]:
     """Arguments for redis-py's `from_url`. It must not retry: what may be sent twice is known here."""
     timeout_s = options.reply_timeout_s / 2 + SOCKET_MARGIN_S
-    return {"socket_timeout": timeout_s, "socket_connect_timeout": timeout_s, "socket_keepalive": True}
+    # A socket of this machine has none, and redis-py refuses to be told so.
+    keepalive = {} if url.startswith("unix:") else {"socket_keepalive": True}
+    return {"socket_timeout": timeout_s, "socket_connect_timeout": timeout_s, **keepalive}
 
 
 def require_socket_timeout_s(redis: Any) -> float:

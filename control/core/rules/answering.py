@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING
 from control.core import replies
 from control.core.answers import Answered, Operation, key_of
 from control.core.commands import (
+    DEFAULT_LEVEL,
     Append,
     Cancel,
     Close,
@@ -125,7 +126,19 @@ def answer(
     if code in RETRYABLE or (not known and (code is not None or session.ended is None)) or not control_id:
         return Answer(reply)
     key = key_of(control_id, session.token)
-    return Answer(reply, Answered(key, op, code, scene.now_ms, accepted_fence, generation, numbers, operation))
+    level = detail.implementation_level if isinstance(detail, replies.AppendDetail) else DEFAULT_LEVEL
+    remembered = Answered(
+        key,
+        op,
+        code,
+        scene.now_ms,
+        accepted_fence,
+        generation,
+        numbers,
+        operation,
+        "" if level == DEFAULT_LEVEL else level,
+    )
+    return Answer(reply, remembered)
 
 
 def is_barred(session: Session, command: Command) -> bool:
@@ -203,7 +216,7 @@ def find_repeat(scene: Scene, session: Session, command: Command) -> Decision | 
         return Decision(session)
     answered = scene.answers.find(command.control_id, command.token)
     if answered is not None and answered.op == op:
-        return Decision(session, (Answer(replay(scene, session, command, answered)),))
+        return Decision(session, (Answer(replay(scene, command, answered)),))
     used_for = under_way if answered is None else answered.op
     if used_for is None:
         return None
@@ -229,11 +242,11 @@ def _find_op_under_way(session: Session, control_id: str) -> str | None:
     return None
 
 
-def replay(scene: Scene, session: Session, command: Command, answered: Answered) -> Reply:
+def replay(scene: Scene, command: Command, answered: Answered) -> Reply:
     """The reply that the command has had, built again from the command and the few numbers that were kept."""
     if answered.code is not None:
         return _again(command, answered, None, Code(answered.code), "answered before: this is the same refusal again")
-    return _again(command, answered, _detail_again(scene, session, command, answered), None, "")
+    return _again(command, answered, _detail_again(scene, command, answered), None, "")
 
 
 def _again(command: Command, answered: Answered, detail: Detail | None, code: Code | None, message: str) -> Reply:
@@ -252,7 +265,7 @@ def _again(command: Command, answered: Answered, detail: Detail | None, code: Co
     )
 
 
-def _detail_again(scene: Scene, session: Session, command: Command, answered: Answered) -> Detail | None:
+def _detail_again(scene: Scene, command: Command, answered: Answered) -> Detail | None:
     policy = scene.settings.configure is not None
     fence = command.fence
     match command:
@@ -265,7 +278,8 @@ def _detail_again(scene: Scene, session: Session, command: Command, answered: An
             )
         case Append():
             seq, turn_seq = answered.numbers
-            return append_detail(scene, session, fence, command.mode, seq, turn_seq)
+            level = answered.level or DEFAULT_LEVEL
+            return append_detail(scene, level, fence, command.mode, seq, turn_seq)
         case Cancel() | Update():
             return replies.SignalDetail(event=command.event, fence=fence, next_fence=command.next_fence)
         case Close():
@@ -278,13 +292,13 @@ def _detail_again(scene: Scene, session: Session, command: Command, answered: An
             return None
 
 
-def append_detail(scene: Scene, session: Session, fence: Fence, mode: str, seq: int, turn_seq: int) -> Detail:
+def append_detail(scene: Scene, level: str, fence: Fence, mode: str, seq: int, turn_seq: int) -> Detail:
     """The detail of a counted append, by whether there is a stage behind it."""
     settings = scene.settings
     if settings.configure is None:
         return replies.LocalAppendDetail(seq=seq, turn_id=fence.turn_id, turn_seq=turn_seq, mode=mode)
     return replies.AppendDetail(
-        implementation_level=session.implementation_level,
+        implementation_level=level,
         request_id=request_id(scene.session_id, fence.incarnation, fence.epoch, 0),
         response_stage_id=settings.stage_count - 1,
         seq=seq,

@@ -84,7 +84,9 @@ def note_accepted(scene: Scene, session: Session, event: Accepted) -> Decision:
     fence = under_way.fence if is_acceptable(session.fence, under_way.fence) else session.fence
     session, effects = advance(scene, session, fence, CleanupKind.EPOCH)
     session = replace(session, input_seq=under_way.seq, input_turn_seq=under_way.turn_seq, turn_key=under_way.fence.key)
-    detail = append_detail(scene, session, under_way.fence, under_way.mode, under_way.seq, under_way.turn_seq)
+    detail = append_detail(
+        scene, session.implementation_level, under_way.fence, under_way.mode, under_way.seq, under_way.turn_seq
+    )
     reply = answer(
         scene,
         session,
@@ -205,7 +207,7 @@ def _count_locally(scene: Scene, session: Session, command: Append, seq: int, tu
         scene,
         session,
         command,
-        append_detail(scene, session, command.fence, command.mode, seq, turn_seq),
+        append_detail(scene, session.implementation_level, command.fence, command.mode, seq, turn_seq),
         numbers=(seq, turn_seq),
         operation=_operation(command.operation_id, command.fence, command.mode, command.final, command.payload_digest),
     )
@@ -271,7 +273,7 @@ def _find_completed(scene: Scene, session: Session, command: Append, operation_i
         )
     session = replace(session, lease=leases.touch(session.lease, scene.now_ms))
     seq, turn_seq = known.numbers
-    detail = append_detail(scene, session, command.fence, command.mode, seq, turn_seq)
+    detail = append_detail(scene, session.implementation_level, command.fence, command.mode, seq, turn_seq)
     return Decision(session, (accepted(scene, session, command, detail, numbers=known.numbers),))
 
 

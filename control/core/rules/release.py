@@ -178,13 +178,19 @@ def end(
     if asked and waiting:
         session, aborts = begin(scene, session, CleanupKind.END, epochs, owed, waiting)
     if aborts:
-        return Decision(session, (*effects, announce(scene, session, replies.CLOSING, reason), *aborts))
+        return Decision(session, (*effects, announce(scene, session, replies.CLOSING, reason, lost), *aborts))
     session = replace(session, requests=())
     released = (Release(epochs),) if epochs else ()
-    return finish(scene, session, owed, (*effects, *released))
+    return finish(scene, session, owed, (*effects, *released), lost)
 
 
-def finish(scene: Scene, session: Session, owed: tuple[OwedReply, ...], effects: tuple[Effect, ...]) -> Decision:
+def finish(
+    scene: Scene,
+    session: Session,
+    owed: tuple[OwedReply, ...],
+    effects: tuple[Effect, ...],
+    lost: str | None = None,
+) -> Decision:
     """Nothing is registered any more: answer, announce the one terminal event (I10), owe the slots back (I9)."""
     reason = session.lease.terminal_reason
     terminal = replies.EXPIRED if reason in leases.EXPIRY_REASONS else replies.CLOSED
@@ -192,7 +198,7 @@ def finish(scene: Scene, session: Session, owed: tuple[OwedReply, ...], effects:
     # What is answered for this life is remembered for this life's token.
     answers = tuple(owed_answer(scene, replace(gone, token=session.token), o) for o in owed)
     pay = (Pay(gone.debts),) if gone.debts else ()
-    return Decision(gone, (*effects, *answers, announce(scene, session, terminal, reason), *pay))
+    return Decision(gone, (*effects, *answers, announce(scene, session, terminal, reason, lost), *pay))
 
 
 def leave(scene: Scene, session: Session, ended: Ended | None) -> Session:
@@ -213,7 +219,9 @@ def ask_debts(scene: Scene, session: Session, event: Due) -> Step:
     return replace(session, debts=debts), (Pay(due),)
 
 
-def announce(scene: Scene, session: Session, event: str, reason: str | None = None) -> Announce:
+def announce(
+    scene: Scene, session: Session, event: str, reason: str | None = None, worker_id: str | None = None
+) -> Announce:
     """A lifecycle event at the session's accepted fence."""
     return Announce(
         Lifecycle(
@@ -222,6 +230,7 @@ def announce(scene: Scene, session: Session, event: str, reason: str | None = No
             fence=session.fence,
             lease_generation=session.lease.generation,
             reason=reason,
+            worker_id=worker_id,
         )
     )
 

@@ -381,3 +381,13 @@ def test_a_body_that_is_no_command_is_answered_with_what_is_wrong_in_every_phase
         word = call.feed(bad)
         assert (word.code, word.reply.op, word.reply.message) == ("payload_too_large", "append", "$.payload: too much")
         assert word.changed_nothing
+
+
+@pytest.mark.parametrize("make", [opened, talking])
+def test_the_first_word_of_a_stages_loss_names_the_worker(make: Any) -> None:
+    call = make()
+    word = call.feed(c.StageLost("ear"))
+    told = [effect.lifecycle for effect in word.all(e.Announce)]
+    assert [(event.reason, event.worker_id) for event in told] == [("stage_lost", "ear")]
+    ordinary = make().close()
+    assert [effect.lifecycle.worker_id for effect in ordinary.all(e.Announce)] == [None]

@@ -1,0 +1,1 @@
+"""The deterministic simulation: the product's own workers on a virtual clock, a modelled network, a modelled store."""
