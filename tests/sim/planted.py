@@ -186,6 +186,7 @@ BUGS = (
         together(
             in_code("workers.observer:Observer.look", ("self.heartbeat_ms / 2:", "1e9:")),
             in_place_of("workers.observer:Observer.run", lambda _: _watch_through),
+            in_place_of("workers.observer:Observer.start_over", lambda _: lambda _: None),
         ),
         first=31,
         themes=("server", "mixed"),
