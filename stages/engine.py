@@ -35,6 +35,7 @@ Options = TypeVar("Options", bound=Struct)
 BUILT_IN: Mapping[str, str] = {
     "parrot": "stages.parrot:ParrotEngine",
     "torch": "stages.torch_engine:TorchEngine",
+    "vllm": "stages.vllm_engine:VllmEngine",
 }
 
 

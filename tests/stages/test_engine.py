@@ -34,7 +34,7 @@ def test_a_built_in_name_and_its_import_path_give_the_same_engine() -> None:
 
 
 def test_every_built_in_engine_carries_its_name() -> None:
-    options: dict[str, dict[str, Any]] = {"torch": {"module": "a:B"}}
+    options: dict[str, dict[str, Any]] = {"torch": {"module": "a:B"}, "vllm": {"model": "m"}}
     for name in BUILT_IN:
         assert load_engine(name, options.get(name, {})).name == name
 

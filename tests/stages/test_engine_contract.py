@@ -13,16 +13,23 @@ from __future__ import annotations
 import asyncio
 import json
 import os
+from importlib.util import find_spec
 from typing import TYPE_CHECKING, Any
 
 import pytest
+import pytest_asyncio
 from msgspec import Struct
 
-from stages.engine import Engine, EngineRefusal, load_engine
+from stages.engine import Engine, EngineRefusal, Output, load_engine
 from tests.stages.ear import Ear, input_for, request_name
+from tests.stages.vllm.tiny_model import QUICK, make_tiny_model
 
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator
+    from pathlib import Path
+
+
+pytestmark = pytest.mark.asyncio(loop_scope="module")
 
 
 class Candidate(Struct):
@@ -60,7 +67,18 @@ CANDIDATES = [
     Candidate("parrot-slow-abort", "parrot", {"pace": "fast", "abort_delay_ms": 20}, "audio"),
     Candidate("torch", "torch", {"module": "stages.modules.voice:Voice"}, "audio"),
     Candidate("torch-ticks", "torch", {"module": "stages.modules.voice:Voice", "tick_ms": 2}, "audio"),
+    # It asks its core nothing meanwhile: a test counts the loop's tasks.
+    Candidate("vllm", "vllm", {**QUICK, "watch_every_ms": 3_000_000, "hang_after_ms": 3_600_000}, "tokens"),
 ]
+
+MARKS = {
+    "torch": [pytest.mark.torch],
+    "vllm": [
+        pytest.mark.vllm,
+        pytest.mark.skipif(find_spec("vllm") is None, reason="vLLM isn't installed (make test-vllm)"),
+        pytest.mark.filterwarnings("ignore"),  # vLLM's own and its dependencies'
+    ],
+}
 
 if "BARGEIN_ENGINE" in os.environ:
     CANDIDATES.append(
@@ -73,14 +91,17 @@ if "BARGEIN_ENGINE" in os.environ:
     )
 
 
-@pytest.fixture(
-    params=[
-        pytest.param(each, id=each.label, marks=[pytest.mark.torch] if each.engine == "torch" else [])
-        for each in CANDIDATES
-    ]
-)
+@pytest.fixture(params=[pytest.param(each, id=each.label, marks=MARKS.get(each.engine, [])) for each in CANDIDATES])
 def candidate(request: pytest.FixtureRequest) -> Candidate:
-    return request.param
+    if request.param.engine != "vllm":
+        return request.param
+    model = str(request.getfixturevalue("contract_model"))
+    return Candidate(request.param.label, "vllm", {**request.param.options, "model": model}, request.param.input_kind)
+
+
+@pytest.fixture(scope="session")
+def contract_model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return make_tiny_model(tmp_path_factory.mktemp("tiny-model"))
 
 
 @pytest.fixture
@@ -88,13 +109,51 @@ def ear() -> Ear:
     return Ear()
 
 
-@pytest.fixture
-async def engine(candidate: Candidate, ear: Ear) -> AsyncIterator[Engine]:
-    """The candidate, started; stopped after the test."""
-    engine = load_engine(candidate.engine, candidate.options)
-    await engine.start(ear)
+class Switchboard:
+    """The port of an engine that serves one test after another."""
+
+    def __init__(self) -> None:
+        self.ear = Ear()
+
+    def emit(self, output: Output) -> None:
+        self.ear.emit(output)
+
+    def fail(self, request_id: str, message: str) -> None:
+        self.ear.fail(request_id, message)
+
+    def died(self, message: str) -> None:
+        self.ear.died(message)
+
+
+@pytest_asyncio.fixture(scope="module", loop_scope="module")
+async def running() -> AsyncIterator[dict[str, tuple[Engine, Switchboard]]]:
+    """Engines that take seconds to start, and so do for all tests."""
+    running: dict[str, tuple[Engine, Switchboard]] = {}
+    yield running
+    for engine, _ in running.values():
+        await engine.stop()
+
+
+@pytest_asyncio.fixture(loop_scope="module")
+async def engine(
+    candidate: Candidate, ear: Ear, running: dict[str, tuple[Engine, Switchboard]]
+) -> AsyncIterator[Engine]:
+    """The candidate, started and empty."""
+    if candidate.engine != "vllm":
+        engine = load_engine(candidate.engine, candidate.options)
+        await engine.start(ear)
+        yield engine
+        await engine.stop()
+        return
+    if candidate.label not in running:
+        running[candidate.label] = load_engine(candidate.engine, candidate.options), Switchboard()
+        await running[candidate.label][0].start(running[candidate.label][1])
+    engine, board = running[candidate.label]
+    board.ear = ear
     yield engine
-    await engine.stop()
+    held: Any = engine
+    await asyncio.gather(*(engine.abort(name) for name in list(held._requests)))
+    board.ear = Ear()
 
 
 async def run_past(engine: Engine, candidate: Candidate, ear: Ear, name: str = "past") -> None:

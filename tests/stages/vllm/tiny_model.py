@@ -1,0 +1,78 @@
+"""A language model of a few kilobytes with a byte-level tokenizer, made on the spot: nothing is downloaded.
+
+Its weights are random but always the same, and wide enough that greedy decoding doesn't repeat one token. Needs torch
+and transformers.
+"""
+
+from __future__ import annotations
+
+import sys
+from importlib import import_module
+from pathlib import Path
+from typing import Any
+
+VOCABULARY = 260
+END_OF_TEXT = 256
+
+QUICK: dict[str, Any] = {
+    "fork": True,
+    "environment": {
+        "HF_HUB_OFFLINE": "1",
+        "TRANSFORMERS_OFFLINE": "1",
+        "TOKENIZERS_PARALLELISM": "false",
+        "VLLM_LOGGING_LEVEL": "WARNING",
+        "OMP_NUM_THREADS": "1",
+        "VLLM_ENABLE_V1_MULTIPROCESSING": "0",  # the core computes itself, without a process of its own for that
+    },
+    "sampling": {"temperature": 0.0, "max_tokens": 8, "ignore_eos": True},
+    "engine": {
+        "dtype": "float32",
+        "enforce_eager": True,
+        "max_model_len": 1024,
+        "max_num_seqs": 64,
+        "block_size": 32,
+        "kv_cache_memory_bytes": 64 * 1024 * 1024,
+    },
+}
+"""Options that start a tiny model in seconds on a CPU; only `model` is missing."""
+
+
+def make_tiny_model(folder: str | Path, *, context: int = 1024) -> Path:
+    """Write the model and its tokenizer into `folder`. `context`: how many tokens it can hold."""
+    torch: Any = import_module("torch")
+    transformers: Any = import_module("transformers")
+    folder = Path(folder)
+    torch.manual_seed(7)
+    config = transformers.LlamaConfig(
+        vocab_size=VOCABULARY,
+        hidden_size=64,
+        intermediate_size=128,
+        num_hidden_layers=2,
+        num_attention_heads=2,
+        num_key_value_heads=2,
+        max_position_embeddings=context,
+        initializer_range=0.3,  # the default's greedy answers are one token over and over
+        bos_token_id=END_OF_TEXT,
+        eos_token_id=END_OF_TEXT,
+    )
+    transformers.LlamaForCausalLM(config).to(torch.float32).save_pretrained(folder)
+    _byte_tokenizer().save_pretrained(folder)
+    return folder
+
+
+def _byte_tokenizer() -> Any:
+    """A token for each byte, and four special ones."""
+    tokenizers: Any = import_module("tokenizers")
+    byte_level = tokenizers.pre_tokenizers.ByteLevel
+    letters = sorted(byte_level.alphabet())
+    special = ["<end>", "<unused1>", "<unused2>", "<unused3>"]
+    vocabulary = {letter: number for number, letter in enumerate([*letters, *special])}
+    tokenizer = tokenizers.Tokenizer(tokenizers.models.BPE(vocab=vocabulary, merges=[]))
+    tokenizer.pre_tokenizer = byte_level(add_prefix_space=False)
+    tokenizer.decoder = tokenizers.decoders.ByteLevel()
+    transformers: Any = import_module("transformers")
+    return transformers.PreTrainedTokenizerFast(tokenizer_object=tokenizer, eos_token="<end>", bos_token="<end>")
+
+
+if __name__ == "__main__":
+    print(make_tiny_model(sys.argv[1]))
