@@ -172,6 +172,8 @@ class Engine(Protocol):
     """
 
     name: str
+    # An engine may also have `capacity_limit: int | None`, known once it has started: more sessions than that are never
+    # placed on it, since the worker refuses to start with a larger `capacity`.
 
     async def start(self, port: EnginePort) -> None:
         """Load the model and get ready. Raises `EngineConfigError`, or whatever kept it from loading."""

@@ -21,7 +21,7 @@ from control.store.access import open_access
 from control.store.keys import partition_of
 from control.store.link import LOST
 from control.store.scripts import script
-from control.store.server import agree_on_config, check_server
+from control.store.server import Unusable, agree_on_config, check_server
 from workers.admission_audit import AdmissionAudit
 from workers.clock import ServerClock
 from workers.control_setup import core_settings, wire_limits
@@ -75,10 +75,15 @@ class ControlWorker:
             self._spread_losses,
             control.brake_ms,
             pipeline.partitions,
+            control.heartbeat_interval_ms,
         )
         self.desk = SlotDesk(
             self._slots, self.directory, pipeline.max_sessions, control.batch_max, self._is_ours, self._tell
         )
+        stats = self.stats
+        self.ownership.note_trouble = self._note_lease_trouble
+        self.observer.note_trouble = lambda lost: stats.note_trouble("observer", lost=lost)
+        self.desk.note_trouble = lambda lost: stats.note_trouble("slots", lost=lost)
         common = Surroundings(
             access=access,
             pipeline=pipeline,
@@ -116,10 +121,13 @@ class ControlWorker:
             redis = self.access.redis
             await check_server(redis, self._url)
             await agree_on_config(redis, self._pipeline.partitions)
-            # Else the first commits would be decided twice, and would choose a route twice.
-            for name in ("commit", "slot"):
-                await redis.script_load(script(name).text)
-            await self.observer.look()
+            try:
+                # Else the first commits would be decided twice, and would choose a route twice.
+                for name in ("commit", "slot"):
+                    await redis.script_load(script(name).text)
+                await self.observer.look()
+            except (*LOST, RedisError) as error:
+                raise Unusable(f"Redis went away while the worker started ({error}); start it again") from None
             tasks += [
                 asyncio.create_task(self.ownership.run(), name="ownership"),
                 asyncio.create_task(self.observer.run(), name="observer"),
@@ -184,6 +192,11 @@ class ControlWorker:
             # Looked at again until no session holds a slot there any more.
             self.observer.lost[worker_id] = ()
         self.wake()
+
+    def _note_lease_trouble(self, lost: bool) -> None:
+        """A server that takes no write of ours takes no heartbeat either."""
+        self.stats.note_trouble("ownership", lost=lost)
+        self.observer.start_over()
 
     def _is_ours(self, claim: Claim) -> bool:
         return self._owner_of[claim.partition].is_ours(claim)

@@ -194,6 +194,7 @@ class Holdings:
             self.clock.learn(outcome.now_ms)
             if outcome.status is CommitStatus.COMMITTED:
                 self.stats.commits += 1
+                self.stats.count(owned.partition.decided, outcome.now_ms)
                 owned.revision = outcome.revision
                 owned.one_by_one = max(0, owned.one_by_one - 1)
                 for session_id, incarnation, effect in batch.after:
@@ -243,6 +244,7 @@ class Holdings:
         if again and entries:
             culprit = entries[0]
             log.error("partition %d: entry %s can't be committed; it is set aside", number, culprit.entry_id)
+            self.stats.dead_letters += 1
             fresh.partition.bury(culprit, f"it could not be committed: {error}")
             fresh.skip = (culprit.stream, culprit.entry_id)
             if culprit.session_id:

@@ -19,7 +19,7 @@ from redis.exceptions import RedisError
 
 from control.store import keys
 from control.store.link import LOST
-from control.store.lives import end_life, fetch_lives, is_brake_released, sweep_queues
+from control.store.lives import end_life, fetch_index, is_brake_released, put_back, sweep_queues
 from workers.brake import Brake
 from workers.placement import Candidate, Directory
 
@@ -43,7 +43,11 @@ class _Pulse:
 
 @dataclass(slots=True)
 class Observer:
-    """`lost` collects lives that are over, with the sessions that hold a slot there; `wake` says so."""
+    """`lost` collects lives that are over, with the sessions that hold a slot there; `wake` says so.
+
+    `indexed`: every name in the index at the last look. Whoever misses one there puts it into `suspects`; `gone` are
+    those of them that are no more.
+    """
 
     redis: Redis
     directory: Directory
@@ -52,31 +56,55 @@ class Observer:
     wake: Callable[[], None]
     brake_ms: int = 60_000
     partitions: int = 1
+    interval_ms: int = 1_000  # between two heartbeats of a worker
+    note_trouble: Callable[[bool], None] = lambda _: None  # told whether the connection was lost
     lost: dict[str, tuple[str, ...]] = field(default_factory=dict)
     lives: list[Life] = field(default_factory=list)
+    indexed: frozenset[str] = frozenset()
+    suspects: set[str] = field(default_factory=set[str])
+    gone: set[str] = field(default_factory=set[str])
     _pulses: dict[str, _Pulse] = field(default_factory=dict, init=False)
     _looked_s: float = field(default=0.0, init=False)
     _brakes: dict[str, Brake] = field(default_factory=dict[str, Brake], init=False)
     _held: set[str] = field(default_factory=set[str], init=False)
 
+    @property
+    def looked_s(self) -> float:
+        """When every stage worker was last looked at, in monotonic seconds."""
+        return self._looked_s
+
+    @property
+    def braked(self) -> frozenset[str]:
+        """The stages whose silent workers are not given up, since too many fell silent at once."""
+        return frozenset(self._held)
+
     async def run(self) -> None:
         """Look around until cancelled."""
-        interval_s = max(HURRIED_S, min(1.0, self.heartbeat_ms / 10_000))
         while True:
             try:
                 await self.look()
             except LOST as error:
                 log.warning("observer: no connection (%s); nobody is judged meanwhile", error)
+                self.note_trouble(True)
                 self._pulses.clear()
             except RedisError as error:
                 log.warning("observer: %s", error)
+                self.note_trouble(False)
                 self._pulses.clear()
             # Opens are refused while a stage has no room: learn of a new worker or a freed slot soon.
-            await asyncio.sleep(interval_s if self.directory.has_room else HURRIED_S)
+            await asyncio.sleep(self._look_s if self.directory.has_room else HURRIED_S)
+
+    def start_over(self) -> None:
+        """For a moment nobody could be heard: count every silence anew."""
+        self._pulses.clear()
+
+    @property
+    def _look_s(self) -> float:
+        return max(HURRIED_S, min(1.0, self.heartbeat_ms / 10_000))
 
     async def look(self) -> None:
         """One look at every stage worker."""
-        lives = await fetch_lives(self.redis)
+        lives, self.indexed = await fetch_index(self.redis)
         now_s = time.monotonic()
         if (now_s - self._looked_s) * 1000 > self.heartbeat_ms / 2:
             # We were stopped, or the server was: what happened meanwhile nobody has watched.
@@ -103,6 +131,19 @@ class Observer:
             self._held.clear()
         self.lives = lives
         self.directory.replace(stages)
+        await self._look_for_suspects()
+
+    async def _look_for_suspects(self) -> None:
+        """Workers that sessions are placed on and that are in no index: gone, or only struck off it by somebody."""
+        while self.suspects:
+            worker_id = self.suspects.pop()
+            if worker_id in self.indexed:
+                continue
+            if await put_back(self.redis, worker_id):
+                log.warning("stage worker %s lives and was in no index; put back", worker_id)
+            else:
+                log.warning("stage worker %s is gone, and sessions are still placed on it", worker_id)
+                self.gone.add(worker_id)
 
     def _find_silent(self, lives: list[Life], now_s: float) -> list[Life]:
         """The workers whose heartbeat has stood still for the heartbeat time, under our own eyes."""
@@ -121,8 +162,20 @@ class Observer:
         """End the life of a silent worker, unless the brake holds; True if it is over."""
         silent_s = now_s - self._pulses[life.worker_id].since_s
         brake = self._brakes.setdefault(life.stage, Brake(self.brake_ms / 1000))
+        # Heartbeats are not in step: of those that stop in one instant, the last seems to do so an interval, and a look
+        # of ours, later. A worker that is well is never still for so long.
+        still_s = max(
+            (self.heartbeat_ms - self.interval_ms) / 1000 - self._look_s, 1.5 * (self.interval_ms / 1000 + self._look_s)
+        )
+        pulses = self._pulses
         holds = brake.holds(
-            silent=sum(other.stage == life.stage for other in silent),
+            silent=sum(
+                other.stage == life.stage
+                and (
+                    other in silent or (other.worker_id in pulses and now_s - pulses[other.worker_id].since_s > still_s)
+                )
+                for other in lives
+            ),
             present=sum(other.stage == life.stage and other.state != "dead" for other in lives),
             now_s=now_s,
         )

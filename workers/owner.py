@@ -115,10 +115,17 @@ class Owner:
                 await self._turn()
             except LOST as error:
                 log.warning("%s: no connection to Redis (%s); trying again", self._name, error)
+                self.stats.note_trouble("owner", lost=True)
                 await self._start_over()
             except RedisError as error:
                 log.warning("%s: Redis answers: %s; trying again", self._name, error)
+                self.stats.note_trouble("owner", lost=False)
                 await self._start_over()
+
+    @property
+    def is_stopping(self) -> bool:
+        """Whether it was told to."""
+        return self._stopping
 
     def stop(self) -> None:
         """Return from `run` between two commits."""
@@ -315,6 +322,8 @@ class Owner:
                 partition.take_ack(entry.stream, entry.entry_id, entry.session_id, entry.event, now_ms)
         may_expire = self._may_expire(owned)
         for session_id in due:
+            if may_expire:
+                self._end_at_the_gone(owned, session_id, now_ms)
             partition.look(session_id, heard.get(session_id, 0), now_ms, may_expire=may_expire)
         partition.forget_some(KEPT_SESSIONS // self._pipeline.partitions)
 
@@ -332,6 +341,23 @@ class Owner:
         heartbeat_ms = self._pipeline.control.heartbeat_ms
         held_ms = self._clock.elapsed_ms(owned.taken_ms)
         return owned.caught_up and held_ms >= heartbeat_ms and self._clock.is_settled(heartbeat_ms)
+
+    def _end_at_the_gone(self, owned: Owned, session_id: str, now_ms: int) -> None:
+        """A worker of its route that is in no index may be gone, and nobody may have told the session.
+
+        That takes a server that has lost what it had acknowledged: it brought the session back, and not the loss.
+        """
+        observer, session = self._observer, owned.partition.find(session_id)
+        for worker_id in () if session is None else session.route:
+            if worker_id in observer.indexed:
+                continue
+            if worker_id not in observer.gone:
+                observer.suspects.add(worker_id)
+                continue
+            if worker_id not in owned.fenced:
+                owned.fenced.add(worker_id)
+                owned.partition.fence_worker(worker_id)
+            owned.partition.tell(session_id, c.StageLost(worker_id), now_ms)
 
     # ---- partitions come and go
 

@@ -14,18 +14,18 @@ from __future__ import annotations
 import asyncio
 import logging
 import secrets
+import time
 from dataclasses import dataclass, field
 from hashlib import blake2b
 from typing import TYPE_CHECKING, Any
 
-from redis.exceptions import RedisError, ResponseError
+from redis.exceptions import RedisError
 
 from control.store import keys
 from control.store.access import example_key
-from control.store.commits import ACKS_KEY, COMMANDS_KEY
 from control.store.keys import PartitionKeys
 from control.store.link import LOST, is_of_the_script
-from control.store.mending import load_deadlines, mend
+from control.store.mending import load_legacies, mend
 from control.store.scripts import script
 from workers.caution import Caution
 
@@ -77,6 +77,7 @@ class _Group:
     numbers: tuple[int, ...]
     link: Link
     clock: ServerClock
+    share: int = 0
 
 
 @dataclass(slots=True)
@@ -99,10 +100,15 @@ class Ownership:
     lost: set[int] = field(default_factory=set)
     takeovers: int = 0
     handovers: int = 0
+    note_trouble: Callable[[bool], None] = lambda _: None  # told whether the connection was lost
+    # For others to look at: when a round last succeeded (monotonic seconds), how many partitions should be ours then.
+    rounded_s: float = field(default=float("-inf"), init=False)
+    share: int = field(default=0, init=False)
     _link: Link = field(init=False)
     _hints: Link = field(init=False)
     _groups: list[_Group] = field(init=False)
     _leaving: bool = field(default=False, init=False)
+    _next_look_ms: int = field(default=1_000, init=False)
     _round_lock: asyncio.Lock = field(default_factory=asyncio.Lock, init=False)
 
     def __post_init__(self) -> None:
@@ -129,7 +135,7 @@ class Ownership:
                     await self._round()
                 # A partition that we want and somebody else still holds is worth asking for again soon.
                 wanted = any(self._is_mine(p) and p not in self.held for p in range(self.partitions))
-                block_ms = min(interval_ms, 50) if wanted else interval_ms
+                block_ms = min(interval_ms, 50) if wanted else max(1, min(interval_ms, self._next_look_ms))
                 answer = await self._hints.call(
                     "XREAD", "COUNT", HINTS_KEPT, "BLOCK", block_ms, "STREAMS", keys.OWNERSHIP, last_hint
                 )
@@ -137,9 +143,11 @@ class Ownership:
                     last_hint = answer[0][1][-1][0].decode()
             except LOST as error:
                 log.warning("ownership: no connection (%s); trying again", error)
+                self.note_trouble(True)
                 await asyncio.sleep(0.2)
             except RedisError as error:
                 log.warning("ownership: %s; trying again", error)
+                self.note_trouble(False)
                 await asyncio.sleep(0.5)
 
     async def hint(self) -> None:
@@ -189,11 +197,15 @@ class Ownership:
         # Before anything else: what is held must not wait for a server that only knows who else is there.
         await asyncio.gather(*(self._keep(group, self._renew) for group in self._groups))
         answer = await self._link.run("join", [keys.CONTROLS], [self.worker_id, self.lease_ms])
-        members = sorted(name.decode() for name in answer[1:])
+        # Whoever is silent from now on is gone at that moment, and not a round later.
+        self._next_look_ms = answer[1] - answer[0] + 1 if answer[1] else self.lease_ms
+        members = sorted(name.decode() for name in answer[2:])
         if self.worker_id not in self.members and members != self.members:
             await self.hint()
         self.members = members
         await asyncio.gather(*(self._keep(group, self._share) for group in self._groups))
+        self.share = sum(group.share for group in self._groups)
+        self.rounded_s = time.monotonic()
         if self.gained or self.unwanted or self.lost:
             self.wake()
 
@@ -202,20 +214,16 @@ class Ownership:
             await what(group)
         except (*LOST, RedisError) as error:
             log.warning("the leases of %s: %s; trying again", _name(group.numbers), error)
+            self.note_trouble(isinstance(error, LOST))
             group.clock.unsettle()
 
     async def _share(self, group: _Group) -> None:
-        for partition in group.numbers:
-            mine = self._is_mine(partition)
-            if mine and partition not in self.held:
-                try:
-                    await self._acquire(group, partition)
-                except ResponseError as error:
-                    # One broken key must not keep the other partitions waiting (I11).
-                    log.warning("partition %d can't be taken: %s", partition, error)
-                    await mend(group.link, PartitionKeys(partition))
-            elif not mine and partition in self.held:
-                self.unwanted.add(partition)
+        mine = [partition for partition in group.numbers if self._is_mine(partition)]
+        group.share = len(mine)
+        self.unwanted.update(p for p in group.numbers if p in self.held and p not in mine)
+        wanted = [partition for partition in mine if partition not in self.held]
+        if wanted:
+            await self._acquire(group, wanted)
 
     def drop(self, partition: int, token: str) -> bool:
         """Give a lease up, if it is still this one; it may have been taken anew meanwhile."""
@@ -240,23 +248,27 @@ class Ownership:
             if self.drop(partition, token):
                 self.lost.add(partition)
 
-    async def _acquire(self, group: _Group, partition: int) -> None:
-        known, link = PartitionKeys(partition), group.link
-        answer = await link.run("acquire", [known.owner], [self.worker_id, self.lease_ms, secrets.token_hex(4)])
-        group.clock.learn(answer[3])
-        if answer[0] != 1:
-            return
-        token = answer[1].decode()
-        deadlines = await load_deadlines(link, known)
-        self.held[partition] = token
-        self.takeovers += answer[4]
-        caution = await self._find_caution(link, known, answer[5].decode(), answer[6]) if answer[4] else Caution()
-        self.gained.append(Claim(partition, token, answer[2], bool(answer[4]), deadlines, caution))
-        log.info("partition %d taken%s", partition, " over from a worker that is gone" if answer[4] else "")
-
-    async def _find_caution(self, link: Link, known: PartitionKeys, suspect: str, crashes: int) -> Caution:
-        """How far the backlog of an owner that died reaches."""
-        streams = {COMMANDS_KEY: known.commands, ACKS_KEY: known.acks}
-        last = await link.call_all([("XREVRANGE", name, "+", "-", "COUNT", 1) for name in streams.values()])
-        backlog = {stream: found[0][0].decode() for stream, found in zip(streams, last, strict=True) if found}
-        return Caution(backlog, suspect, crashes)
+    async def _acquire(self, group: _Group, wanted: Sequence[int]) -> None:
+        """Take what can be taken. Two round trips however many they are: the sessions of each wait for the last."""
+        acquire, link = script("acquire"), group.link
+        calls = [
+            (acquire, [PartitionKeys(p).owner], [self.worker_id, self.lease_ms, secrets.token_hex(4)]) for p in wanted
+        ]
+        won: dict[int, Any] = {}
+        for partition, answer in zip(wanted, await link.try_run_all(calls), strict=True):
+            if isinstance(answer, RedisError):
+                # One broken key must not keep the other partitions waiting (I11).
+                log.warning("partition %d can't be taken: %s", partition, answer)
+                await mend(link, PartitionKeys(partition))
+                continue
+            group.clock.learn(answer[3])
+            if answer[0] == 1:
+                won[partition] = answer
+        legacies = await load_legacies(link, [PartitionKeys(partition) for partition in won])
+        for (partition, answer), legacy in zip(won.items(), legacies, strict=True):
+            _, token, revision, _, unclean, suspect, crashes = answer
+            self.held[partition] = token.decode()
+            self.takeovers += unclean
+            caution = Caution(legacy.backlog, suspect.decode(), crashes) if unclean else Caution()
+            self.gained.append(Claim(partition, token.decode(), revision, bool(unclean), legacy.deadlines, caution))
+            log.info("partition %d taken%s", partition, " over from a worker that is gone" if unclean else "")

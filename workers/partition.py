@@ -23,11 +23,13 @@ from control.core.scene import Scene, Settings
 from control.core.session import NOBODY, Phase, Session, find_due_ms
 from control.core.transitions import step
 from control.store.commits import COMMANDS_KEY, Batch, PayloadSource, has_life
+from workers.metrics.tally import NOTHING, Arrivals, Tally
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable
 
     from control.core.answers import Answered
+    from control.core.cleanup import Cleanup
     from control.core.fence import Fence
     from control.store.keys import PartitionKeys
     from control.wire.commands import Received
@@ -40,6 +42,8 @@ log = logging.getLogger("bargein.partition")
 LOOK_AGAIN_MS = 250
 # An answer in memory takes about 230 bytes, a session without any 2.4 kB.
 ANSWERS_A_SESSION = 10
+# An enum's members are slow to look up before Python 3.12.
+_VACANT, _OPEN = Phase.VACANT, Phase.OPEN
 
 
 @dataclass(slots=True)
@@ -54,12 +58,16 @@ class Waiting:
 
 @dataclass(slots=True)
 class Known:
-    """A session in memory. `session` is None where nothing lives and nothing is remembered."""
+    """A session in memory. `session` is None where nothing lives and nothing is remembered.
+
+    `arrivals`: when the commands came that are decided and not answered yet, if any; for metrics only.
+    """
 
     session: Session | None
     answers: Answers
     waiting: deque[Waiting] = field(default_factory=deque[Waiting])
     waiting_bytes: int = 0
+    arrivals: Arrivals = field(default_factory=Arrivals)
 
 
 class Partition:
@@ -88,6 +96,9 @@ class Partition:
         self._batch = Batch(keys)
         self._replied: set[str] = set()
         self._reopening: list[str] = []
+        self._tally = Tally()
+        self.decided = NOTHING
+        """What the batch that was taken last counts for, once it is committed."""
         self._telling = log.isEnabledFor(logging.DEBUG)
 
     # ---- what is known
@@ -150,7 +161,11 @@ class Partition:
                 self._batch.done(COMMANDS_KEY, entry_id)
                 return
             # Nothing overtakes an open: a close would find nobody and leave a ghost behind (S1).
-            if isinstance(command, c.Append | c.Update) or any(isinstance(w.command, c.Open) for w in known.waiting):
+            in_line = isinstance(command, c.Append | c.Update)
+            if in_line and known.answers.find(command.control_id, command.token) is not None:
+                # Answered before: there is nothing to wait for, and no room needed for it.
+                in_line = False
+            if in_line or any(isinstance(w.command, c.Open) for w in known.waiting):
                 self._park(known, waiting, now_ms)
                 return
         if self._handle(known, waiting, now_ms):
@@ -169,6 +184,8 @@ class Partition:
         decision = self._decide(known, session_id, event, now_ms)
         if isinstance(event, c.Audited) and decision.effects:
             _tell_audit(session_id, event, decision)
+        if isinstance(event, c.CleanupFailed) and known.session is not None and decision.session is not known.session:
+            self._tally.note_failure(known.session, event)
         self._apply(known, session_id, decision)
         self._resume(known, now_ms)
 
@@ -240,6 +257,9 @@ class Partition:
                 self._drop(session_id)
         self._replied.clear()
         batch, self._batch = self._batch, Batch(self.keys)
+        self.decided = NOTHING
+        if not self._tally.is_empty:
+            self.decided, self._tally = self._tally, Tally()
         return batch
 
     @property
@@ -334,17 +354,53 @@ class Partition:
             source = PayloadSource("" if waiting.payload is not None else waiting.entry_id, waiting.payload)
         if decision.effects or after is not before:
             self._batch.add(session_id, before, decision, source)
+        arrived = waiting
         for effect in decision.effects:
-            if isinstance(effect, e.Answer) and effect.remember is not None and (has_life(before) or has_life(after)):
+            if not isinstance(effect, e.Answer):
+                continue
+            reply = effect.reply
+            if arrived is not None and reply.control_id == arrived.command.control_id:
+                self._tally.answered.append((reply, arrived.entered_ms))
+                arrived = None
+            else:
+                self._tally.answered.append((reply, known.arrivals.pop(reply.control_id, None)))
+            if effect.remember is not None and (has_life(before) or has_life(after)):
                 dropped = known.answers.remember(effect.remember)
                 self._remembered += 1 - dropped
                 if dropped:
                     self._batch.trim_answers(session_id, dropped)
+        if arrived is not None:
+            # Decided, and its answer is still to come.
+            known.arrivals.setdefault(arrived.command.control_id, arrived.entered_ms)
+        had = () if before is None else before.cleanups
+        has = () if after is None else after.cleanups
+        if had is not has or (waiting is not None and type(waiting.command) is c.Cancel):
+            self._count(known, decision, waiting, had, has)
+        if known.arrivals and (after is None or after.phase is _VACANT):
+            known.arrivals.clear()
         known.session = after
         if after is None:
             self._replied.add(session_id)
         if looked or (after is not before and _may_be_due_earlier(before, after, self._due_ms.get(session_id))):
             self._rearm(session_id, after, force=looked)
+
+    def _count(
+        self,
+        known: Known,
+        decision: e.Decision,
+        waiting: Waiting | None,
+        had: tuple[Cleanup, ...],
+        has: tuple[Cleanup, ...],
+    ) -> None:
+        """For metrics: what a step has done to the session's cleanups, and a cancel to its fence."""
+        cancelled_ms = None
+        is_open = known.session is not None and known.session.phase is _OPEN
+        if waiting is not None and isinstance(waiting.command, c.Cancel):
+            cancelled_ms = waiting.entered_ms
+            if is_open:
+                self._tally.note_cancel(decision.effects, cancelled_ms)
+        if had is not has:
+            self._tally.note_cleanups(had, has, known.arrivals, is_open=is_open, cancelled_ms=cancelled_ms)
 
     def _resume(self, known: Known, now_ms: int) -> None:
         """Let those who waited go on: appends and updates in their order, the others past them, nobody past an open."""

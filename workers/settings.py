@@ -52,7 +52,7 @@ class Settings(BaseSettings):
     """The settings of one process; see `load_settings`.
 
     `grace_s`: how long it may take to leave after a SIGTERM. `pipeline` None: the first of `default_pipelines`
-    that exists.
+    that exists. `metrics_port`: where `/metrics`, `/healthz` and `/readyz` are; None: nowhere, 0: a free one.
     """
 
     model_config = SettingsConfigDict(
@@ -70,6 +70,14 @@ class Settings(BaseSettings):
     log_level: Literal["debug", "info", "warning", "error"] = "info"
     log_json: bool = False
     grace_s: Annotated[float, Field(ge=0, le=3600, allow_inf_nan=False)] = 30.0
+    metrics_host: Annotated[str, Field(min_length=1)] = "127.0.0.1"
+    metrics_port: Annotated[int, Field(ge=0, le=65_535)] | None = None
+
+    @field_validator("metrics_port", mode="before")
+    @classmethod
+    def _not_of_kubernetes(cls, value: object) -> object:
+        """It tells every pod about a service called bargein-metrics as BARGEIN_METRICS_PORT=tcp://..."""
+        return None if isinstance(value, str) and value.startswith("tcp://") else value
 
     @field_validator("log_level", mode="before")
     @classmethod
@@ -182,7 +190,7 @@ def find_misspelt(environ: Mapping[str, str]) -> list[str]:
 
 
 def _has_password(url: str) -> bool:
-    return ":" in urlsplit(url).netloc.rpartition("@")[0] or "password=" in urlsplit(url).query
+    return ":" in urlsplit(url).netloc.rpartition("@")[0] or "password" in parse_qs(urlsplit(url).query)
 
 
 def _with_password(url: str, password: str) -> str:
@@ -225,6 +233,8 @@ def _problem(error: Mapping[str, Any], given: Mapping[str, Any], environ: Mappin
             what = f"must be at most {allowed['le']:g}"
         case "bool_parsing" | "bool_type":
             what = "must be true or false (1, 0, yes, no, on and off do as well)"
+        case "int_parsing":
+            what = "must be a whole number"
         case "float_parsing" | "float_type" | "finite_number":
             what = "must be a number"
         case _:

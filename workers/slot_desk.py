@@ -7,6 +7,7 @@ Responsible for doing many in one write and for a holder whose keys can't be use
 from __future__ import annotations
 
 import asyncio
+import itertools
 import logging
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
@@ -49,6 +50,8 @@ class SlotDesk:
     most: int
     is_ours: Callable[[Claim], bool]
     tell: Callable[[int, str, Iterable[c.Event]], None]
+    note_trouble: Callable[[bool], None] = lambda _: None  # told whether the connection was lost
+    _calls: itertools.count[int] = field(default_factory=lambda: itertools.count(1), init=False)
     _chores: asyncio.Queue[Chore] = field(default_factory=asyncio.Queue[Chore], init=False)
 
     @property
@@ -62,8 +65,10 @@ class SlotDesk:
 
     async def run(self) -> None:
         """Work until cancelled."""
+        chores: list[Chore] = []
         while True:
-            chores = [await self._chores.get()]
+            if not chores:
+                chores.append(await self._chores.get())
             while not self._chores.empty() and len(chores) < self.most:
                 chores.append(self._chores.get_nowait())
             try:
@@ -71,9 +76,11 @@ class SlotDesk:
             except (*LOST, RedisError) as error:
                 # Taking and freeing may be repeated. Whatever is lost here, too, its session's next deadline asks for.
                 log.warning("placement: %s; trying again", error)
+                self.note_trouble(isinstance(error, LOST))
+                # In their place: what takes a slot must not be said again behind what frees it.
                 await asyncio.sleep(RETRY_S)
-                for chore in chores:
-                    self._chores.put_nowait(chore)
+            else:
+                chores = []
 
     async def _do_some(self, chores: list[Chore]) -> None:
         calls: list[Any] = []
@@ -96,6 +103,7 @@ class SlotDesk:
                     incarnation,
                     partition=chore.claim.partition,
                     token_number=chore.claim.token_number,
+                    call_number=next(self._calls),
                     max_sessions=self.max_sessions,
                 )
                 for what, holder, incarnation in wanted

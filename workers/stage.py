@@ -22,12 +22,12 @@ from control.store import lives
 from control.store.access import open_access
 from control.store.link import LOST
 from control.store.server import agree_on_config, check_server
-from stages.engine import load_engine
+from stages.engine import EngineConfigError, load_engine
 from stages.policy import load_adapter, load_policy
 from workers.stage_lanes import Lanes
 from workers.stage_life import Ending, EndKind, StageLife
 from workers.stage_setup import BUFFER_BYTES, CONNECTION_TIMEOUT_S, TOTAL_BUFFER_BYTES, Backoff, StageSetup
-from workers.stage_stats import StageStats
+from workers.stage_stats import Progress, StageStats, StageTimes
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Coroutine, Iterable
@@ -117,6 +117,10 @@ class StageWorker:
         self._ended = asyncio.Event()
         self._grace_s = 0.0
         self._is_new = True
+        # For metrics: what came before, and what is being counted; always a pair, since another thread looks.
+        self._counted = (StageStats(), StageStats())
+        self.times = StageTimes()
+        self.endings = dict.fromkeys(EndKind, 0)
 
     @property
     def worker_id(self) -> str | None:
@@ -127,6 +131,21 @@ class StageWorker:
     def stats(self) -> StageStats:
         """The current life's counters."""
         return StageStats() if self._life is None else self._life.stats
+
+    @property
+    def totals(self) -> StageStats:
+        """What all lives have counted together."""
+        before, now = self._counted
+        return before.plus(now)
+
+    @property
+    def is_leaving(self) -> bool:
+        """Whether it was told to."""
+        return self._leaving.is_set()
+
+    def progress(self) -> Progress | None:
+        """How the current life is going; None between lives. Call it on the loop."""
+        return None if self._life is None else self._life.progress()
 
     @property
     def lanes(self) -> Lanes:
@@ -200,7 +219,8 @@ class StageWorker:
             await lives.register_life(access.redis, worker_id, entry)
         except (RedisError, *LOST) as error:
             return Ending(EndKind.BROKEN, f"it can't be registered: {error}")
-        life = self._life = self._port.life = StageLife(worker_id, self._setup, engine, access)
+        life = self._life = self._port.life = StageLife(worker_id, self._setup, engine, access, self.times)
+        self._counted = (self.totals, life.stats)
         if self._port.death is not None:
             life.died(self._port.death)
         self._living.set()
@@ -211,6 +231,7 @@ class StageWorker:
         finally:
             leave.cancel()
             self._life = self._port.life = None
+        self.endings[ending.kind] += 1
         await self._bury(life, ending, access, engine)
         return ending
 
@@ -242,6 +263,7 @@ class StageWorker:
                 self._port.death = None
                 engine = self._engine = self._build_engine()
                 await self._unless_leaving(engine.start(self._port))
+                self._check_capacity(engine)
             except Exception:
                 await self._drop_engine()
                 if self._is_new:
@@ -252,6 +274,14 @@ class StageWorker:
                 return None
         self._is_new = False
         return self._engine
+
+    def _check_capacity(self, engine: Engine) -> None:
+        """Some engines know how many requests they can hold, and none may be placed there that it can't."""
+        limit, stage = getattr(engine, "capacity_limit", None), self._setup.stage
+        if limit is not None and stage.capacity > limit:
+            raise EngineConfigError(
+                f"stage {stage.name}: capacity is {stage.capacity}, and its engine {engine.name} holds at most {limit}"
+            )
 
     async def _empty_engine(self, engine: Engine, request_ids: Iterable[str]) -> None:
         """Abort what a life has left; an engine that can't confirm it is stopped and built anew."""

@@ -47,7 +47,9 @@ class Cleanups:
     """The aborts of one life.
 
     `silence(lane)`: no output of it may go out any more, none of its waiting inputs may run. `note_gone(request id,
-    entry id)`: an order's request is gone. `give_up_engine(why)`: an order has waited for too long, the life must end.
+    entry id)`: an order's request is gone. `note_sent(entry id)`, `note_cleaned(entry id)`: the engine is asked for all
+    of an order's requests, and holds none of them any more. `give_up_engine(why)`: an order has waited for too long,
+    the life must end.
     """
 
     def __init__(
@@ -62,6 +64,8 @@ class Cleanups:
         spawn: Callable[[Coroutine[Any, Any, None], str], asyncio.Task[None]],
         silence: Callable[[Lane], None],
         note_gone: Callable[[str, str], None],
+        note_sent: Callable[[str], None],
+        note_cleaned: Callable[[str], None],
         give_up_engine: Callable[[str], None],
     ) -> None:
         self._worker_id = worker_id
@@ -73,6 +77,8 @@ class Cleanups:
         self._spawn = spawn
         self._silence = silence
         self._note_gone = note_gone
+        self._note_sent = note_sent
+        self._note_cleaned = note_cleaned
         self._give_up_engine = give_up_engine
         self._tries: dict[str, asyncio.Task[None]] = {}
 
@@ -128,6 +134,7 @@ class Cleanups:
         self, order: AbortOrder, entry: QueueEntry, tries: dict[str, asyncio.Task[None]]
     ) -> None:
         failures: list[BaseException] = []
+        self._note_sent(entry.entry_id)  # the tries have begun before this task
         if tries:
             # Shielded: a try belongs to every order that has joined it.
             results = await asyncio.gather(
@@ -152,6 +159,7 @@ class Cleanups:
             )
         else:
             self._stats.cleaned += 1
+            self._note_cleaned(entry.entry_id)
             ack = CleanedAck(order.session_id, order.incarnation, order.number, self._worker_id)
         self._acks.put(entry.partition, Queue.ABORTS, (ack,), (entry.entry_id,))
 

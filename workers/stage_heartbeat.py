@@ -17,13 +17,14 @@ from redis.exceptions import RedisError
 from control.store import lives
 from control.store.link import LOST
 from workers.stage_setup import Backoff
-from workers.stage_stats import AbortLog, ServerTime
+from workers.stage_stats import AbortLog, ServerTime, StageTimes
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping
 
     from control.store.link import Link
     from stages.engine import Engine
+    from workers.metrics.histogram import Histogram
     from workers.stage_setup import StageSetup
 
 log = logging.getLogger("bargein.stage")
@@ -44,7 +45,9 @@ class Heartbeat:
         on_engine_lost: Callable[[str], None],
         on_over: Callable[[str], None],
         on_trouble: Callable[[Exception], None],
+        times: StageTimes | None = None,
     ) -> None:
+        self.load: dict[str, float] = {}
         self.draining = False
         self.aborts = AbortLog()
         self._link = link
@@ -57,6 +60,7 @@ class Heartbeat:
         self._on_engine_lost = on_engine_lost
         self._on_over = on_over
         self._on_trouble = on_trouble
+        self._times = times or StageTimes()
         self._time = ServerTime()
         self._beaten_s = asyncio.get_running_loop().time()
         self._soon = asyncio.Event()
@@ -66,6 +70,21 @@ class Heartbeat:
         """Whether the server took a heartbeat lately, and the next one has no reason to fail."""
         silent_s = asyncio.get_running_loop().time() - self._beaten_s
         return silent_s < self._limit_s and self._is_reading(self._limit_s) and self._is_healthy()
+
+    @property
+    def beaten_s(self) -> float:
+        """When the server last took a heartbeat, by the loop's clock."""
+        return self._beaten_s
+
+    @property
+    def limit_s(self) -> float:
+        """How long it may be silent."""
+        return self._limit_s
+
+    @property
+    def is_healthy(self) -> bool:
+        """What the engine says of itself."""
+        return self._is_healthy()
 
     def drain(self) -> None:
         """Say at once that no slots are given any more."""
@@ -77,6 +96,19 @@ class Heartbeat:
         now_ms = self._time.find_ms(asyncio.get_running_loop().time())
         if now_ms is not None:
             self.aborts.note(request_id, entry_id, now_ms)
+
+    def note_sent(self, entry_id: str) -> None:
+        """The engine is asked for what the abort `entry_id` wants gone."""
+        self._note_since(entry_id, self._times.sent)
+
+    def note_cleaned(self, entry_id: str) -> None:
+        """The engine has dropped all of it."""
+        self._note_since(entry_id, self._times.cleaned)
+
+    def _note_since(self, entry_id: str, histogram: Histogram) -> None:
+        now_ms = self._time.find_ms(asyncio.get_running_loop().time())
+        if now_ms is not None:
+            histogram.note_ms(now_ms - int(entry_id.partition("-")[0]))
 
     async def run(self) -> None:
         """Beat until cancelled, or until the life is over."""
@@ -122,7 +154,8 @@ class Heartbeat:
         except Exception:
             log.exception("the engine's load")
             return {}
-        return {name: float(getattr(load, name)) for name in lives.LOAD_FIELDS}
+        self.load = {name: float(getattr(load, name)) for name in lives.LOAD_FIELDS}
+        return self.load
 
     def _is_healthy(self) -> bool:
         try:

@@ -31,7 +31,7 @@ from workers.stage_intake import Intake
 from workers.stage_lanes import Lane, LanePhase, Lanes
 from workers.stage_outbox import Outbox
 from workers.stage_setup import Backoff
-from workers.stage_stats import StageStats
+from workers.stage_stats import Progress, StageStats, StageTimes
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Coroutine, Sequence
@@ -73,7 +73,9 @@ class StageLife:
         setup: StageSetup,
         engine: Engine,
         access: Access,
+        times: StageTimes | None = None,
     ) -> None:
+        """`times` outlive the life."""
         self.worker_id = worker_id
         self.stats = StageStats()
         self.lanes = Lanes(setup.stage_id)
@@ -130,6 +132,7 @@ class StageLife:
             on_engine_lost=self.died,
             on_over=lambda message: self.end(EndKind.FENCED, message),
             on_trouble=self._note_trouble,
+            times=times or StageTimes(),
         )
         self._cleanups = Cleanups(
             worker_id,
@@ -141,6 +144,8 @@ class StageLife:
             spawn=self._spawn,
             silence=self._silence,
             note_gone=self._heartbeat.note_gone,
+            note_sent=self._heartbeat.note_sent,
+            note_cleaned=self._heartbeat.note_cleaned,
             give_up_engine=self.died,
         )
         self._audit = Audit(access.redis, worker_id, setup, self.lanes, self._acks)
@@ -156,6 +161,23 @@ class StageLife:
     def is_idle(self) -> bool:
         """Whether nothing runs here and everything has been said."""
         return not len(self.lanes) and self._acks.is_empty and self._outbox.is_empty
+
+    def progress(self) -> Progress:
+        """How it is going; for health checks and metrics, which look from another thread. Call it on the loop."""
+        beat = self._heartbeat
+        return Progress(
+            is_over=self._over.done(),
+            draining=beat.draining,
+            is_healthy=beat.is_healthy,
+            beaten_s=beat.beaten_s,
+            read_s=self._last_read_s,
+            limit_s=beat.limit_s,
+            load=beat.load,
+            requests=len(self.lanes),
+            submissions=sum(reader.in_hand for reader in self._submissions.readers),
+            aborts=sum(reader.in_hand for reader in self._aborts.readers),
+            buffered_bytes=self._outbox.total_bytes,
+        )
 
     async def run(self) -> Ending:
         """Work until the life is over. Cancelled: end as a crash would, without a word."""
@@ -252,7 +274,8 @@ class StageLife:
     # Reading.
 
     async def _read(self, reader: QueueReader, take: Callable[[Reading], None]) -> None:
-        backoff = Backoff(0.02, 2.0)
+        # No longer than a heartbeat: whoever doesn't read doesn't beat, and would be lost after every outage (S71).
+        backoff = Backoff(0.02, self._setup.pipeline.control.heartbeat_interval_s)
         while True:
             try:
                 reading = await reader.read()
@@ -288,8 +311,16 @@ class StageLife:
         queues.finish(partition, entry_ids)
 
     def _is_reading(self, within_s: float) -> bool:
-        now_s = asyncio.get_running_loop().time()
-        return all(now_s - read_s < within_s for read_s in self._read_s.values())
+        return asyncio.get_running_loop().time() - self._last_read_s < within_s
+
+    @property
+    def _last_read_s(self) -> float:
+        """Since when not a queue of one of the two kinds has been read.
+
+        On a cluster some readers' node may be away: no fault of this worker's, which serves the others' sessions.
+        """
+        kinds = (self._submissions.readers, self._aborts.readers)
+        return min(max(self._read_s[reader] for reader in readers) for readers in kinds)
 
     def _figures(self) -> dict[str, int]:
         held = {"requests": len(self.lanes), "buffered_bytes": self._outbox.total_bytes}

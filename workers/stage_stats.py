@@ -12,6 +12,8 @@ from collections import deque
 import msgspec
 from msgspec import Struct
 
+from workers.metrics.histogram import Histogram
+
 LOG_LENGTH = 100
 
 
@@ -43,6 +45,39 @@ class StageStats(Struct):
     def figures(self) -> dict[str, int]:
         """As they are written beside the heartbeat."""
         return msgspec.structs.asdict(self)
+
+    def plus(self, other: StageStats) -> StageStats:
+        """Both together."""
+        mine, others = msgspec.structs.astuple(self), msgspec.structs.astuple(other)
+        return StageStats(*map(sum, zip(mine, others, strict=True)))
+
+
+class StageTimes:
+    """How long aborts took since the process began: from an order's entry to the engine, and until it was confirmed."""
+
+    def __init__(self) -> None:
+        self.sent = Histogram()
+        self.cleaned = Histogram()
+
+
+class Progress(Struct, frozen=True, kw_only=True):
+    """A look at a life. `beaten_s`, `read_s`: the last heartbeat that was taken, the reader that is furthest behind.
+
+    Both by the monotonic clock, and good for `limit_s`. `load` is the engine's, of the last heartbeat that was tried.
+    `submissions` and `aborts`: read from the queues and not acknowledged.
+    """
+
+    is_over: bool
+    draining: bool
+    is_healthy: bool
+    beaten_s: float
+    read_s: float
+    limit_s: float
+    load: dict[str, float]
+    requests: int
+    submissions: int
+    aborts: int
+    buffered_bytes: int
 
 
 class ServerTime:

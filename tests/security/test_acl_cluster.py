@@ -79,7 +79,7 @@ async def test_every_role_does_its_work_on_a_cluster_and_asks_for_nothing_that_i
         async with asyncio.timeout(PATIENCE_S):
             for worker in workers:
                 await worker.wait_ready()
-            while len(control.owned) < pipeline.partitions:
+            while len(control.owned) < pipeline.partitions:  # noqa: ASYNC110  the worker tells nobody
                 await asyncio.sleep(0.01)
             await control.observer.look()
         async with AsyncBargein(url("producer")) as client:

@@ -233,3 +233,14 @@ async def test_two_parrots_say_every_sample_back_and_fall_silent_when_interrupte
         assert {ack.worker_id for ack in cleaned if isinstance(ack, CleanedAck)} == set(route)
         assert not len(thinker.worker.lanes)
         assert not len(voice.worker.lanes)
+
+
+async def test_a_capacity_that_its_engine_can_not_hold_stops_the_process(redis_url: str) -> None:
+    class Small(ScriptedEngine):
+        capacity_limit = 3
+
+    engine = Small()
+    worker = StageWorker(redis_url, pipeline(), 0, build_engine=lambda: engine)
+    with pytest.raises(EngineConfigError, match="capacity is 4, and its engine scripted holds at most 3"):
+        await worker.run()
+    assert engine.stops == 1

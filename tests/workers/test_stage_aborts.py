@@ -12,7 +12,7 @@ import pytest
 from control.store.lives import fetch_figures
 from control.wire.stage import AcceptedAck, CleanedAck, CleanupFailedAck, RequestFailedAck
 from stages.policy import AppendPlan, DefaultPolicy
-from tests.workers.stage_bed import StageBed, fence, name_of
+from tests.workers.stage_bed import StageBed, eventually, fence, name_of
 
 if TYPE_CHECKING:
     from control.store.queues import Reading
@@ -335,6 +335,14 @@ async def test_s54_an_entry_that_is_no_abort_holds_up_nothing(redis_url: str) ->
 async def test_how_long_an_abort_took_stands_in_the_workers_record(redis_url: str) -> None:
     async with StageBed(redis_url) as bed:
         await started(bed, "s")
+        life = bed.worker._life
+        assert life is not None
+        # Before the first answer to TIME there is nothing to measure by.
+
+        async def knows_the_time() -> bool:
+            return life._heartbeat._time.find_ms(0) is not None
+
+        await eventually(knows_the_time)
         entry_id = await bed.abort("s", 0)
         await bed.next_ack("s")
         figures: dict[str, str] = {}

@@ -47,4 +47,20 @@ Grace = Annotated[
         show_default=False,
     ),
 ]
+MetricsHost = Annotated[
+    str | None,
+    typer.Option(
+        "--metrics-host",
+        help="The address for /metrics, /healthz and /readyz. Else BARGEIN_METRICS_HOST, else 127.0.0.1",
+        show_default=False,
+    ),
+]
+MetricsPort = Annotated[
+    int | None,
+    typer.Option(
+        "--metrics-port",
+        help="Their port, 0 for a free one, which is logged. Else BARGEIN_METRICS_PORT, else there are none",
+        show_default=False,
+    ),
+]
 AsJson = Annotated[bool, typer.Option("--json", help="Print one JSON document instead of a table.")]

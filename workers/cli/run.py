@@ -10,6 +10,8 @@ from __future__ import annotations
 import asyncio
 import logging
 import os
+from collections.abc import AsyncGenerator
+from contextlib import asynccontextmanager
 from typing import Annotated, Any, cast
 
 import typer
@@ -20,9 +22,21 @@ from stages.pipeline import Pipeline, parse_pipeline
 from workers.cli.endings import EXPECTED, Failure, Status, plainly
 from workers.cli.leaving import end_tasks, run_until_told
 from workers.cli.logs import set_up_logging
-from workers.cli.options import Grace, LogJson, LogLevel, PasswordFile, PipelineFile, RedisUrl
+from workers.cli.options import (
+    Grace,
+    LogJson,
+    LogLevel,
+    MetricsHost,
+    MetricsPort,
+    PasswordFile,
+    PipelineFile,
+    RedisUrl,
+)
 from workers.control import ControlWorker
 from workers.control_setup import core_settings, ease_garbage_collection
+from workers.metrics.control import ControlMetrics
+from workers.metrics.serving import MetricsServer, Watched, serving
+from workers.metrics.stage import StageMetrics
 from workers.settings import Settings, SettingsError, load_settings, spell
 from workers.stage import StageWorker
 
@@ -40,6 +54,8 @@ def control(
     log_level: LogLevel = None,
     log_json: LogJson = None,
     grace_s: Grace = None,
+    metrics_host: MetricsHost = None,
+    metrics_port: MetricsPort = None,
 ) -> None:
     """Run a control worker: it owns a share of the partitions and decides what their sessions are told.
 
@@ -52,6 +68,8 @@ def control(
         log_level=log_level,
         log_json=log_json,
         grace_s=grace_s,
+        metrics_host=metrics_host,
+        metrics_port=metrics_port,
     )
     described = settings.load_pipeline()
     set_up_logging(settings)
@@ -65,7 +83,8 @@ async def _control(settings: Settings, pipeline: Pipeline, core: Any) -> None:
     log.info(
         "%s (pid %d): Redis at %s, pipeline %s", worker.worker_id, os.getpid(), settings.address, settings.pipeline_path
     )
-    await run_until_told(worker.run(), worker.stop, settings.grace_s)
+    async with watched(ControlMetrics(worker, pipeline, settings.redis), settings):
+        await run_until_told(worker.run(), worker.stop, settings.grace_s)
     log.info("%s has left", worker.worker_id)
 
 
@@ -90,6 +109,8 @@ def stage(
     log_level: LogLevel = None,
     log_json: LogJson = None,
     grace_s: Grace = None,
+    metrics_host: MetricsHost = None,
+    metrics_port: MetricsPort = None,
 ) -> None:
     """Run a stage worker: one process that runs one stage's engine.
 
@@ -103,6 +124,8 @@ def stage(
         log_level=log_level,
         log_json=log_json,
         grace_s=grace_s,
+        metrics_host=metrics_host,
+        metrics_port=metrics_port,
     )
     described = settings.load_pipeline()
     stage_id = settings.require_stage(described)
@@ -133,7 +156,8 @@ async def _stage(settings: Settings, pipeline: Pipeline, stage_id: int) -> None:
 
     lived = asyncio.ensure_future(worker.wait_ready())
     try:
-        await run_until_told(worker.run(), stop, settings.grace_s, ENGINE_STOP_S)
+        async with watched(StageMetrics(worker, pipeline, stage_id), settings):
+            await run_until_told(worker.run(), stop, settings.grace_s, ENGINE_STOP_S)
     except Exception as error:
         if lived.done() or isinstance(error, (Failure, *EXPECTED)):
             raise
@@ -144,6 +168,20 @@ async def _stage(settings: Settings, pipeline: Pipeline, stage_id: int) -> None:
     finally:
         await end_tasks(lived)
     log.info("stage %s has left", name)
+
+
+@asynccontextmanager
+async def watched(by: Watched, settings: Settings) -> AsyncGenerator[None]:
+    """With the metrics where the settings want them. Raises `Failure` if the address can't be had."""
+    port = settings.metrics_port
+    try:
+        server = MetricsServer(by, settings.metrics_host, port) if port is not None else None
+    except OSError as error:
+        where = f"{settings.metrics_host}:{port}"
+        message = f"{spell('metrics_port')}: {where} can't be had: {error.strerror or error}"
+        raise Failure(message, Status.SETTINGS) from None
+    async with serving(by, server):
+        yield
 
 
 def override_stage(

@@ -131,6 +131,8 @@ class _Everything:
             f"{PREFIX}LOG_LEVEL": settings.log_level,
             f"{PREFIX}LOG_JSON": str(settings.log_json).lower(),
             f"{PREFIX}GRACE_S": f"{grace_s:g}",
+            # A free one each; their logs say which.
+            f"{PREFIX}METRICS_PORT": "0",
         }
         stages = [
             Child(stage.name, ["stage", "--stage", stage.name], environment, self._say)
