@@ -285,11 +285,13 @@ class Producer:
                 if not replies[-1].body["retryable"] or (sent.op == "append" and replies[-1].body["code"] == "timeout"):
                     return
                 tries += 1
-                if sent.op in ("open", "append") and (tries >= TRIES or self._is_left(sent)):
+                if not self._gives_up(sent, tries):
+                    await asyncio.sleep(AGAIN_S)
+                # Asked again after the pause: nobody opens anew what they have closed meanwhile.
+                if self._gives_up(sent, tries):
                     sent.given_up = True
                     self.account.wake()
                     return
-                await asyncio.sleep(AGAIN_S)
                 if len(self.account.replies[sent.control_id]) == heard:
                     await self._push(self._resender, self._resending, sent, fields)
             sent_s = self._world.loop.now_s
@@ -298,6 +300,9 @@ class Producer:
                     await self._push(self._resender, self._resending, sent, fields)
                     break
                 await self._news(RESEND_S)
+
+    def _gives_up(self, sent: Sent, tries: int) -> bool:
+        return sent.op in ("open", "append") and (tries >= TRIES or self._is_left(sent))
 
     def _is_left(self, sent: Sent) -> bool:
         """Whether its life has been closed since, or a later one begun."""
