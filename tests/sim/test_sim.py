@@ -13,9 +13,9 @@ from pathlib import Path
 
 import pytest
 
-SEEDS = 500
-"""What about 90 s of one core are enough for. `make sim` runs more."""
-PATIENCE_S = 600
+SEEDS = 2000
+"""What two cores do in about four minutes. `make sim` runs more."""
+PATIENCE_S = 1500
 
 
 def _run(*arguments: str) -> subprocess.CompletedProcess[str]:
