@@ -12,6 +12,7 @@ import signal
 import socket
 import threading
 import time
+from abc import ABC, abstractmethod
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, contextmanager
 from typing import TYPE_CHECKING, Any, Self, cast
@@ -53,7 +54,7 @@ def free_port() -> int:
         return int(probe.getsockname()[1])
 
 
-class _Together:
+class _Together(ABC):
     """Servers that start and end together."""
 
     def __init__(self) -> None:
@@ -72,8 +73,9 @@ class _Together:
     ) -> None:
         self.close()
 
+    @abstractmethod
     def start(self) -> None:
-        raise NotImplementedError
+        """Start them all; what is started is put on the stack."""
 
     def close(self) -> None:
         self._stack.close()

@@ -55,7 +55,9 @@ class AdmissionAudit:
         while True:
             page = self._redis.hscan(keys.ADMISSION_SLOTS, cursor, count=PAGE)
             cursor, held = await cast("Awaitable[tuple[int, dict[bytes, bytes]]]", page)
-            asked += await self._ask_about({name.decode(): read_slot(value) for name, value in held.items()})
+            asked += await self._ask_about(
+                {name.decode(errors="replace"): read_slot(value) for name, value in held.items()}
+            )
             if not cursor:
                 return asked
 

@@ -139,9 +139,10 @@ class Observer:
             worker_id = self.suspects.pop()
             if worker_id in self.indexed:
                 continue
-            if await put_back(self.redis, worker_id):
+            lives = await put_back(self.redis, worker_id)
+            if lives:
                 log.warning("stage worker %s lives and was in no index; put back", worker_id)
-            else:
+            elif lives is False:
                 log.warning("stage worker %s is gone, and sessions are still placed on it", worker_id)
                 self.gone.add(worker_id)
 
@@ -206,7 +207,7 @@ class Observer:
     async def _mourn(self, life: Life) -> None:
         """Tell the owners once, and again while sessions still hold slots there; then forget the record."""
         held = await cast("Awaitable[list[Any]]", self.redis.hkeys(keys.worker_slots(life.worker_id)))
-        sessions = tuple(name.decode() if isinstance(name, bytes) else name for name in held)
+        sessions = tuple(name.decode(errors="replace") for name in held)
         if sessions or life.worker_id not in self.lost:
             self.lost[life.worker_id] = sessions
             self.wake()

@@ -218,10 +218,10 @@ class Ownership:
             group.clock.unsettle()
 
     async def _share(self, group: _Group) -> None:
-        mine = [partition for partition in group.numbers if self._is_mine(partition)]
+        mine = {partition for partition in group.numbers if self._is_mine(partition)}
         group.share = len(mine)
         self.unwanted.update(p for p in group.numbers if p in self.held and p not in mine)
-        wanted = [partition for partition in mine if partition not in self.held]
+        wanted = [partition for partition in group.numbers if partition in mine and partition not in self.held]
         if wanted:
             await self._acquire(group, wanted)
 

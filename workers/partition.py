@@ -160,11 +160,12 @@ class Partition:
                 # Sent again while it waits: its one answer is still to come.
                 self._batch.done(COMMANDS_KEY, entry_id)
                 return
+            # What was answered before has nothing to wait for, and needs no room.
+            in_line = (
+                isinstance(command, c.Append | c.Update)
+                and known.answers.find(command.control_id, command.token) is None
+            )
             # Nothing overtakes an open: a close would find nobody and leave a ghost behind (S1).
-            in_line = isinstance(command, c.Append | c.Update)
-            if in_line and known.answers.find(command.control_id, command.token) is not None:
-                # Answered before: there is nothing to wait for, and no room needed for it.
-                in_line = False
             if in_line or any(isinstance(w.command, c.Open) for w in known.waiting):
                 self._park(known, waiting, now_ms)
                 return

@@ -13,7 +13,6 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, cast
 
 import msgspec
-from redis.exceptions import NoPermissionError, ResponseError
 
 from control.core.cleanup import CleanupKind
 from control.core.requests import RequestPhase
@@ -21,6 +20,7 @@ from control.core.scene import ADMISSION
 from control.core.session import Phase, Session
 from control.store import keys
 from control.store.commits import decode_cleanups, decode_session
+from control.store.inspect import KEYS_AT_ONCE, ask
 from control.store.keys import PartitionKeys, partition_of
 from control.store.server import fetch_now_ms
 from control.store.slots import read_slot
@@ -31,7 +31,6 @@ if TYPE_CHECKING:
     from redis.asyncio import Redis
 
 PAGE = 100  # entries that one HSCAN looks at, roughly
-KEYS_AT_ONCE = 32  # partitions that one round trip asks about
 UNREADABLE = "unreadable"
 
 SlotName = tuple[str, str, int]
@@ -97,7 +96,7 @@ async def fetch_backlogs(redis: Redis, numbers: Sequence[int]) -> list[Backlog]:
                 ("XRANGE", known.commands, "-", "+", "COUNT", 1),
                 ("XLEN", known.dead),
             ]
-        answers = iter(await _ask(redis, calls))
+        answers = iter(await ask(redis, calls))
         for known in some:
             commands, acks, first_entry, dead = next(answers), next(answers), next(answers), next(answers)
             oldest_ms = None
@@ -139,7 +138,7 @@ async def check_slots(redis: Redis, workers: Sequence[str], partitions: int, mos
     """Look at up to `most` slots of these stage workers and of the limit of sessions, for some that nobody owns."""
     sample = SlotSample()
     holders = [*workers, ADMISSION]
-    sample.admitted = (await _ask(redis, [("HLEN", keys.ADMISSION_SLOTS)]))[0] or 0
+    sample.admitted = (await ask(redis, [("HLEN", keys.ADMISSION_SLOTS)]))[0] or 0
     async for place, page in _pages(redis, [_slots_of(holder) for holder in holders]):
         holder = holders[place]
         slots = [(_text(name), read_slot(value)) for name, value in page.items()]
@@ -148,7 +147,7 @@ async def check_slots(redis: Redis, workers: Sequence[str], partitions: int, mos
             if incarnation is not None:
                 by_partition.setdefault(partition_of(session_id, partitions), []).append((session_id, incarnation))
         calls = [("HMGET", PartitionKeys(p).sessions, *(s for s, _ in some)) for p, some in by_partition.items()]
-        answers = await _ask(redis, calls)
+        answers = await ask(redis, calls)
         began_s = time.perf_counter()
         for some, states in zip(by_partition.values(), answers, strict=True):
             for (session_id, incarnation), state in zip(some, states or [None] * len(some), strict=True):
@@ -188,7 +187,7 @@ def _count_cleanups(census: Census, blob: bytes, now_ms: int) -> None:
 
 
 async def _find_missing(redis: Redis, held: dict[str, list[tuple[str, int]]], missing: set[SlotName]) -> None:
-    answers = await _ask(redis, [("HMGET", _slots_of(h), *(s for s, _ in some)) for h, some in held.items()])
+    answers = await ask(redis, [("HMGET", _slots_of(h), *(s for s, _ in some)) for h, some in held.items()])
     for (holder, some), slots in zip(held.items(), answers, strict=True):
         for (session_id, incarnation), slot in zip(some, slots or [], strict=slots is not None):
             if slot is None or read_slot(slot) != incarnation:
@@ -222,29 +221,13 @@ async def _pages(redis: Redis, names: Sequence[str]) -> AsyncIterator[tuple[int,
     for place, name in enumerate(names):
         cursor, seen = 0, set[bytes]()
         while True:
-            (answer,) = await _ask(redis, [("HSCAN", name, cursor, "COUNT", PAGE)])
+            (answer,) = await ask(redis, [("HSCAN", name, cursor, "COUNT", PAGE)])
             cursor, fields = answer or (0, cast("dict[bytes, bytes]", {}))
             yield place, {field_: value for field_, value in fields.items() if field_ not in seen}
             cursor = int(cursor)
             if not cursor:
                 break
             seen.update(fields)
-
-
-async def _ask(redis: Redis, calls: Sequence[tuple[Any, ...]]) -> list[Any]:
-    """Commands in one round trip. One that the server refuses because of what is stored gives None."""
-    if not calls:
-        return []
-    async with redis.pipeline(transaction=False) as pipe:
-        for call in calls:
-            pipe.execute_command(*call)
-        answers = await pipe.execute(raise_on_error=False)
-    for answer in answers:
-        if isinstance(answer, NoPermissionError) or (
-            isinstance(answer, Exception) and not isinstance(answer, ResponseError)
-        ):
-            raise answer
-    return [None if isinstance(answer, ResponseError) else answer for answer in answers]
 
 
 def _text(value: bytes | str) -> str:

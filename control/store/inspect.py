@@ -150,7 +150,7 @@ class Found(Struct, frozen=True):
 
 async def fetch_config(redis: Redis) -> StoredConfig | None:
     """What the processes of this server have agreed on; None if none has ever started."""
-    stored = _texts((await _ask(redis, [("HGETALL", keys.CONFIG)]))[0])
+    stored = _texts((await ask(redis, [("HGETALL", keys.CONFIG)]))[0])
     try:
         return StoredConfig(**{name: int(stored[name]) for name in StoredConfig.__struct_fields__})
     except (KeyError, ValueError):
@@ -175,7 +175,7 @@ async def fetch_partitions(redis: Redis, partitions: int) -> list[PartitionRow]:
                 ("HLEN", known.fences),
                 ("HLEN", known.cleanups),
             ]
-        answers = iter(await _ask(redis, calls))
+        answers = iter(await ask(redis, calls))
         for known in some:
             holder, token, until_ms, revision = next(answers) or (None,) * 4
             commands, acks = next(answers), next(answers)
@@ -202,7 +202,7 @@ async def fetch_partitions(redis: Redis, partitions: int) -> list[PartitionRow]:
 
 async def fetch_session(redis: Redis, session_id: str, partition: int) -> Session | None:
     """A session's record without its cleanups. None: no record, or none that can be read."""
-    state = (await _ask(redis, [("HGET", PartitionKeys(partition).sessions, session_id)]))[0]
+    state = (await ask(redis, [("HGET", PartitionKeys(partition).sessions, session_id)]))[0]
     try:
         return None if state is None else decode_session(state, None)
     except msgspec.DecodeError:
@@ -232,7 +232,7 @@ async def fetch_sessions(
     for session_id in shown:
         known = PartitionKeys(found[session_id][0])
         calls += [("HGET", known.heard, session_id), ("HGET", known.cleanups, session_id)]
-    answers = await _ask(redis, calls)
+    answers = await ask(redis, calls)
     rows: list[SessionRow] = []
     for index, session_id in enumerate(shown):
         partition, session = found[session_id]
@@ -266,12 +266,12 @@ async def fetch_cleanups(redis: Redis, partitions: int, limit: int = 100) -> Fou
 async def fetch_controls(redis: Redis, partitions: int) -> list[ControlRow]:
     """The control workers that count as alive, and those that hold leases without, by id."""
     now_ms = await fetch_now_ms(redis)
-    members = (await _ask(redis, [("ZRANGE", keys.CONTROLS, 0, 9_999, "WITHSCORES")]))[0] or ()
+    members = (await ask(redis, [("ZRANGE", keys.CONTROLS, 0, 9_999, "WITHSCORES")]))[0] or ()
     alive = {_text(members[i]): int(float(members[i + 1])) for i in range(0, len(members), 2)}
     held: dict[str, list[int]] = {}
     for first in range(0, partitions, 16 * KEYS_AT_ONCE):
         some = range(first, min(partitions, first + 16 * KEYS_AT_ONCE))
-        owners = await _ask(redis, [("HGET", PartitionKeys(p).owner, "holder") for p in some])
+        owners = await ask(redis, [("HGET", PartitionKeys(p).owner, "holder") for p in some])
         for partition, holder in zip(some, owners, strict=True):
             if holder:
                 held.setdefault(_text(holder), []).append(partition)
@@ -298,7 +298,7 @@ async def fetch_stage_workers(redis: Redis, limit: int = 1000) -> Found:
     for worker_id in shown:
         state = keys.worker_state(worker_id)
         calls += [("HGETALL", state), ("PTTL", state), ("HLEN", keys.worker_slots(worker_id))]
-    answers = iter(await _ask(redis, calls))
+    answers = iter(await ask(redis, calls))
     rows: list[StageRow] = []
     for worker_id in shown:
         told, left_ms, slots_used = _texts(next(answers)), next(answers), next(answers)
@@ -378,7 +378,7 @@ def _stage_row(
     )
 
 
-async def _ask(redis: Redis, calls: Sequence[tuple[Any, ...]]) -> list[Any]:
+async def ask(redis: Redis, calls: Sequence[tuple[Any, ...]]) -> list[Any]:
     """Read-only commands in one round trip. One that the server refuses, because of what is stored, gives None.
 
     One that this user may not give raises `NoPermissionError`: nothing found would be a lie.
@@ -406,7 +406,7 @@ async def _walk(redis: Redis, names: Sequence[str]) -> AsyncIterator[tuple[int, 
         cursors = dict.fromkeys(range(first, min(len(names), first + KEYS_AT_ONCE)), 0)
         while cursors:
             places = list(cursors)
-            answers = await _ask(redis, [("HSCAN", names[p], cursors[p], "COUNT", PAGE) for p in places])
+            answers = await ask(redis, [("HSCAN", names[p], cursors[p], "COUNT", PAGE) for p in places])
             for place, answer in zip(places, answers, strict=True):
                 cursor, fields = answer or (0, _NOTHING)
                 cursors[place] = int(cursor)

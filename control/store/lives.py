@@ -137,14 +137,21 @@ async def fetch_slots(redis: Redis, worker_id: str) -> dict[str, int]:
     return {name: incarnation for name, incarnation in slots.items() if incarnation is not None}
 
 
-async def put_back(redis: Redis, worker_id: str) -> bool:
-    """A worker that is in no index: put back if its own record says that it lives; False if it doesn't."""
+async def put_back(redis: Redis, worker_id: str) -> bool | None:
+    """A worker that is in no index: put back if its own record says that it lives; False if it doesn't.
+
+    None if the record can't be read: then nobody knows (S76).
+    """
     fields = (*Entry.__struct_fields__, "state")
-    values = await cast("Awaitable[list[Any]]", redis.hmget(keys.worker_state(worker_id), list(fields)))
-    found = {name: _text(value) for name, value in zip(fields, values, strict=True) if value is not None}
-    if found.pop("state", LifeState.DEAD) == LifeState.DEAD or len(found) < len(Entry.__struct_fields__):
-        return False
-    entry = msgspec.convert(found, Entry, strict=False)
+    try:
+        values = await cast("Awaitable[list[Any]]", redis.hmget(keys.worker_state(worker_id), list(fields)))
+        found = {name: _text(value) for name, value in zip(fields, values, strict=True) if value is not None}
+        if found.pop("state", LifeState.DEAD) == LifeState.DEAD:
+            return False
+        entry = msgspec.convert(found, Entry, strict=False)
+    except (ResponseError, msgspec.ValidationError) as error:
+        log.warning("the record of stage worker %s can't be read: %s", worker_id, error)
+        return None
     await cast("Awaitable[int]", redis.hsetnx(keys.STAGES, worker_id, cast("Any", msgspec.msgpack.encode(entry))))
     return True
 
@@ -225,4 +232,4 @@ def _read(worker_id: str, blob: bytes, values: Any, used_slots: Any) -> Life | N
 
 
 def _text(value: bytes | str) -> str:
-    return value.decode() if isinstance(value, bytes) else value
+    return value.decode(errors="replace") if isinstance(value, bytes) else value

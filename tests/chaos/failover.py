@@ -39,6 +39,7 @@ FACTOR = 2.0
 PATIENCE_S = 20.0
 AFTER_S = 1.5  # how long the waits are looked at after a hand-over
 HANDOVER_S = 0.1
+BETWEEN_S = 1.0  # traffic without a fault, so that none is measured together with the tail of the one before
 
 
 @dataclass(slots=True)
@@ -116,7 +117,7 @@ class Measurement:
         self._say(self.killed_control.add(await _first_answers_s(probe, lines, began_s)))
         victim.start()
         await stand.wait_settled(stand.controls)
-        await asyncio.sleep(1)
+        await asyncio.sleep(BETWEEN_S)
 
     async def freeze_control(self, stand: Stand, probe: Probe, victim: Worker) -> None:
         """Stopped for longer than its lease, then it wakes up and comes back."""
@@ -153,7 +154,7 @@ class Measurement:
         up_s = time.monotonic()
         self._say(self.server.add(await _first_answers_s(probe, probe.lines, up_s)))
         await stand.wait_settled(stand.controls)
-        await asyncio.sleep(1)
+        await asyncio.sleep(BETWEEN_S)
 
     # --- stage workers
 
@@ -178,7 +179,7 @@ class Measurement:
         victims = [worker for worker in stand.stages if worker.name.startswith(stage)]
         await asyncio.gather(*(stand.freeze(worker, stand.heartbeat_s + 2) for worker in victims))
         woken_s = time.monotonic()
-        await asyncio.sleep(1)
+        await asyncio.sleep(BETWEEN_S)
         ended = [line.session_id for line in probe.lines if line.ended_s is not None]
         if ended:
             raise AssertionError(f"the brake did not hold for {len(ended)} of {len(probe.lines)} sessions")
@@ -256,7 +257,7 @@ async def measure_stages(measurement: Measurement, rounds: int, sessions: int, d
                 Stand(directory / f"{strike.__name__}-{number}") as stand,
                 Probe(stand.server.url, PARTITIONS, sessions) as probe,
             ):
-                await asyncio.sleep(1)
+                await asyncio.sleep(BETWEEN_S)
                 victim = stand.stages[(2 * number) % len(stand.stages)]
                 await measurement.try_it(strike(stand, probe, victim), f"{strike.__name__} {victim.name}")
 

@@ -143,8 +143,12 @@ async def test_a_worker_that_was_struck_off_the_index_is_put_back_if_it_lives(re
     assert (life.stage_id, life.stage, life.capacity, life.engine) == (1, "voice", 2, "parrot")
     await end_life(real_store.redis, WORKER)
     await real_store.redis.delete(keys.STAGES)
-    assert not await put_back(real_store.redis, WORKER)
-    assert not await put_back(real_store.redis, "nobody")
+    assert await put_back(real_store.redis, WORKER) is False
+    assert await put_back(real_store.redis, "nobody") is False
+    await real_store.redis.hset(keys.worker_state("half"), mapping={"state": "live", "stage_id": "no number"})
+    await real_store.redis.set(keys.worker_state("broken"), "no hash")
+    for name in ("half", "broken"):
+        assert await put_back(real_store.redis, name) is None, "nobody knows"
     assert await fetch_lives(real_store.redis) == []
 
 
