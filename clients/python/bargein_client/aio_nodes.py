@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-from typing import TYPE_CHECKING, Any, Protocol, TypeVar
+from typing import TYPE_CHECKING, Any, Protocol, TypeAlias, TypeVar
 
 import redis.asyncio
 import redis.asyncio.cluster
@@ -27,6 +27,11 @@ if TYPE_CHECKING:
     from bargein_client.places import Address, Place
 
 T = TypeVar("T")
+
+# A connection to a server that hangs is waited for; redis-py's other pool lets all who need one wait in a row.
+Pool: TypeAlias = redis.asyncio.BlockingConnectionPool
+# Each session has a read under way: more than a process can have.
+MAX_CONNECTIONS = 65_536
 
 # What knows MOVED and ASK; since version 6 of redis-py every parser does.
 PARSER: Any = getattr(redis.asyncio.cluster, "ClusterParser", None)
@@ -54,7 +59,7 @@ def open_nodes(
         return OneServer(url_or_redis, None)
     place = places.read_url(url_or_redis)
     settings = {"retry": Retry(NoBackoff(), 0), **transport.socket_settings(options, place.plain)}
-    pool: Any = redis.asyncio.ConnectionPool.from_url(place.plain, **settings)
+    pool: Any = Pool.from_url(place.plain, max_connections=MAX_CONNECTIONS, **settings)
     if place.service:
         pool = _sentinel_pool(place, pool)
     elif place.hosts:
@@ -143,7 +148,7 @@ class Cluster:
 
     def _make(self, address: Address, **settings: Any) -> Any:
         whole: dict[str, Any] = {**self._settings, "host": address[0], "port": address[1], **settings}
-        pool: Any = redis.asyncio.ConnectionPool(**whole)
+        pool: Any = Pool(max_connections=MAX_CONNECTIONS, **whole)
         return redis.asyncio.Redis(connection_pool=pool)
 
     async def _refresh(self) -> None:
@@ -162,8 +167,8 @@ class Cluster:
                     continue
                 finally:
                     await _close(client)
-                there = self._slots.learn(ranges, address)
-                for gone in self._nodes.keys() - there:
+                # A node that hangs closes no connection: what is under way there ends here, once it isn't served there.
+                for gone in self._nodes.keys() - self._slots.learn(ranges, address):
                     await _close(self._nodes.pop(gone))
                 return
             raise places.nobody_answers(failures)
@@ -182,7 +187,12 @@ def _sentinel_pool(place: Place, like: Any) -> Any:
     if is_tls:
         about |= {"ssl": True, **{name: value for name, value in settings.items() if name.startswith("ssl_")}}
     sentinel = _Sentinels(list(place.hosts), sentinel_kwargs=about)
-    return SentinelConnectionPool(place.service, sentinel, ssl=is_tls, check_connection=True, **settings)
+    about_pool = {"max_connections": MAX_CONNECTIONS, "ssl": is_tls, "check_connection": True}
+    return _SentinelPool(place.service, sentinel, **about_pool, **settings)
+
+
+class _SentinelPool(SentinelConnectionPool, Pool):
+    """redis-py's, with nobody waiting in a row."""
 
 
 class _Sentinels(Sentinel):

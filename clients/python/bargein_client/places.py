@@ -95,7 +95,7 @@ class SlotMap:
         return address
 
     def learn(self, ranges: Any, asked: Address) -> set[Address]:
-        """Take over an answer to CLUSTER SLOTS; the nodes that there are."""
+        """Take over an answer to CLUSTER SLOTS; the nodes that serve a slot."""
         served: list[Address | None] = [None] * SLOTS
         nodes: list[Address] = []
         for first, last, *servers in ranges:
@@ -106,7 +106,7 @@ class SlotMap:
         self._nodes = list(dict.fromkeys([asked, *nodes]))
         self._served_by = served
         self.stale = False
-        return set(self._nodes)
+        return {address for address in served if address is not None}
 
     def note_moved(self, answer: exceptions.MovedError) -> None:
         """A node has said where a slot is now."""

@@ -174,8 +174,8 @@ class Cluster:
                     continue
                 finally:
                     _close(client)
-                there = self._slots.learn(ranges, address)
-                for gone in self._nodes.keys() - there:
+                # A node that hangs closes no connection: what is under way there ends here, once it isn't served there.
+                for gone in self._nodes.keys() - self._slots.learn(ranges, address):
                     _close(self._nodes.pop(gone))
                 return
             raise places.nobody_answers(failures)
