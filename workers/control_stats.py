@@ -43,6 +43,7 @@ class ControlStats:
 
     commands: int = 0
     acks: int = 0
+    orders: int = 0
     commits: int = 0
     refused_commits: int = 0
     dead_letters: int = 0

@@ -10,12 +10,15 @@ from collections import deque
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from control.store.commits import ACKS_KEY, COMMANDS_KEY
+from control.store.commits import ACKS_KEY, COMMANDS_KEY, ORDERS_KEY
 from control.store.keys import partition_of
 from control.wire.commands import Received, Unreadable, decode_command
+from control.wire.orders import decode_order
 from control.wire.stage import decode_ack
 
 if TYPE_CHECKING:
+    from collections.abc import Callable
+
     from control.core import commands as c
     from control.wire.limits import Limits
 
@@ -40,7 +43,7 @@ Raw = tuple[int, list[Any]]
 
 def in_order(read: dict[int, list[Any]]) -> deque[Raw]:
     """What one read has brought for a partition, acks first: they make room."""
-    return deque((stream, raw) for stream in (ACKS_KEY, COMMANDS_KEY) for raw in read.get(stream, ()))
+    return deque((stream, raw) for stream in (ACKS_KEY, ORDERS_KEY, COMMANDS_KEY) for raw in read.get(stream, ()))
 
 
 def id_of(raw: Raw) -> str:
@@ -51,7 +54,9 @@ def id_of(raw: Raw) -> str:
 def decode_entry(number: int, raw: Raw, partitions: int, limits: Limits) -> Entry:
     """An entry of partition `number`."""
     stream, fields = raw
-    return _decode_ack(fields) if stream == ACKS_KEY else _decode_command(number, fields, partitions, limits)
+    if stream == COMMANDS_KEY:
+        return _decode_command(number, fields, partitions, limits)
+    return _decode_word(stream, fields, decode_ack if stream == ACKS_KEY else decode_order)
 
 
 def _decode_command(number: int, raw: list[Any], partitions: int, limits: Limits) -> Entry:
@@ -78,13 +83,13 @@ def _decode_command(number: int, raw: list[Any], partitions: int, limits: Limits
     return entry
 
 
-def _decode_ack(raw: list[Any]) -> Entry:
+def _decode_word(stream: int, raw: list[Any], decode: Callable[[bytes], tuple[str, c.Event]]) -> Entry:
     entry_id = raw[0].decode()
-    entry = Entry(ACKS_KEY, entry_id, int(entry_id.partition("-")[0]))
+    entry = Entry(stream, entry_id, int(entry_id.partition("-")[0]))
     fields: list[bytes] = raw[1] or []
     try:
         values = dict(zip(fields[0::2], fields[1::2], strict=True))
-        entry.session_id, entry.event = decode_ack(values.get(b"b", b""))
+        entry.session_id, entry.event = decode(values.get(b"b", b""))
     except Unreadable as reason:
         entry.unreadable = str(reason)
     return entry

@@ -21,6 +21,7 @@ from control.core import commands as c
 from control.store.commits import (
     ACKS_KEY,
     COMMANDS_KEY,
+    ORDERS_KEY,
     Batch,
     CommitStatus,
     decode_answer,
@@ -56,7 +57,7 @@ class Owned:
     partition: Partition
     revision: int
     taken_ms: float
-    read_to: dict[int, str] = field(default_factory=lambda: {COMMANDS_KEY: "0-0", ACKS_KEY: "0-0"})
+    read_to: dict[int, str] = field(default_factory=lambda: dict.fromkeys((COMMANDS_KEY, ACKS_KEY, ORDERS_KEY), "0-0"))
     caught_up: bool = False
     inbox: deque[tuple[str, c.Event]] = field(default_factory=deque[tuple[str, c.Event]])
     # Sessions that have to end, and commands that can't be carried out.

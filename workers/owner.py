@@ -24,7 +24,7 @@ from redis.exceptions import RedisError
 
 from control.core import commands as c
 from control.store.access import example_key
-from control.store.commits import ACKS_KEY, COMMANDS_KEY, Batch
+from control.store.commits import ACKS_KEY, COMMANDS_KEY, ORDERS_KEY, Batch
 from control.store.keys import PartitionKeys
 from control.store.link import LOST
 from control.store.reading import ReadSize
@@ -52,6 +52,9 @@ if TYPE_CHECKING:
 log = logging.getLogger("bargein.owner")
 
 BLOCK_MS = 1_000
+# Orders are few and not urgent: a read that follows one of so many entries leaves them out, for so long at most.
+BUSY = 8
+ORDERS_MS = 1_000
 # In the memory of one process, in sessions; those that are used stay whatever there are.
 KEPT_SESSIONS = 250_000
 RETRY_S = 0.2
@@ -89,6 +92,8 @@ class Owner:
         self._reader = WakeableReader(common.access.link(key), common.access.link(key))
         self._writer = common.access.link(key)
         self._size = ReadSize(self._batch_max)
+        self._orders_ms = 0.0
+        self._is_busy = False
         self._woken = asyncio.Event()
         self._stopping = False
         self._holdings = Holdings(
@@ -172,15 +177,23 @@ class Owner:
         names: list[str] = []
         positions: list[str] = []
         places: dict[bytes, tuple[int, int]] = {}
+        now_ms = self._clock.monotonic_ms()
+        with_orders = not self._is_busy or now_ms - self._orders_ms >= ORDERS_MS
+        if with_orders:
+            self._orders_ms = now_ms
         for number, owned in self.owned.items():
             keys = owned.partition.keys
-            for stream, name in ((ACKS_KEY, keys.acks), (COMMANDS_KEY, keys.commands)):
+            streams = [(ACKS_KEY, keys.acks), (COMMANDS_KEY, keys.commands)]
+            if with_orders and owned.caution.is_over:
+                streams.append((ORDERS_KEY, keys.orders))
+            for stream, name in streams:
                 names.append(name)
                 positions.append(owned.read_to[stream])
                 places[name.encode()] = (number, stream)
         count = self._size.count
         answer = await self._reader.read(names, positions, count=count, block_ms=self._block_ms()) or ()
         self._size.note(raw for _, raw in answer)
+        self._is_busy = sum(len(raw) for _, raw in answer) >= BUSY
         read: dict[int, dict[int, list[Any]]] = {}
         for name, raw in answer:
             number, stream = places[name]
@@ -318,8 +331,11 @@ class Owner:
                 self.stats.commands += 1
                 partition.take_command(entry.entry_id, entry.received, entry.entered_ms, now_ms)
             elif entry.event is not None:
-                self.stats.acks += 1
-                partition.take_ack(entry.stream, entry.entry_id, entry.session_id, entry.event, now_ms)
+                if entry.stream == ACKS_KEY:
+                    self.stats.acks += 1
+                else:
+                    self.stats.orders += 1
+                partition.take_word(entry.stream, entry.entry_id, entry.session_id, entry.event, now_ms)
         may_expire = self._may_expire(owned)
         for session_id in due:
             if may_expire:

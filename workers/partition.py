@@ -174,10 +174,17 @@ class Partition:
         else:
             self._park(known, waiting, now_ms)
 
-    def take_ack(self, stream: int, entry_id: str, session_id: str, event: c.Event, now_ms: int) -> None:
-        """A stage's or a job's word about a session. Its session is known."""
+    def take_word(self, stream: int, entry_id: str, session_id: str, event: c.Event, now_ms: int) -> None:
+        """What a stage says or an operator orders about a session. Its session is known."""
         self._batch.done(stream, entry_id)
-        self.tell(session_id, event, now_ms)
+        if isinstance(event, c.Due):
+            # Only that somebody should look; what there is to see is loaded first. What is left of nobody goes.
+            if self._known[session_id].session is None:
+                self._batch.discard(session_id)
+            else:
+                self._arm(session_id, now_ms)
+        else:
+            self.tell(session_id, event, now_ms)
 
     def tell(self, session_id: str, event: c.Event, now_ms: int) -> None:
         """An event that no stream carries: placement, time, a lost stage. Its session is known."""

@@ -19,7 +19,7 @@ from urllib.parse import parse_qs, quote, urlsplit, urlunsplit
 from pydantic import Field, SecretStr, ValidationError, field_validator
 from pydantic_settings import BaseSettings, SettingsConfigDict
 
-from control.store.access import SCHEMES, open_access
+from control.store.access import CLUSTER, SCHEMES, open_access
 from stages.pipeline import SHIPPED, Pipeline, PipelineError, load_pipeline
 
 if TYPE_CHECKING:
@@ -52,7 +52,8 @@ class Settings(BaseSettings):
     """The settings of one process; see `load_settings`.
 
     `grace_s`: how long it may take to leave after a SIGTERM. `pipeline` None: the first of `default_pipelines`
-    that exists. `metrics_port`: where `/metrics`, `/healthz` and `/readyz` are; None: nowhere, 0: a free one.
+    that exists. `jobs_url` None: jobs are on the Redis of the sessions. `metrics_port`: where `/metrics`, `/healthz`
+    and `/readyz` are; None: nowhere, 0: a free one.
     """
 
     model_config = SettingsConfigDict(
@@ -65,6 +66,8 @@ class Settings(BaseSettings):
 
     redis_url: SecretStr = SecretStr(DEFAULT_URL)
     redis_password_file: Path | None = None
+    jobs_url: SecretStr | None = None
+    jobs_password_file: Path | None = None
     pipeline: Path | None = None
     stage: Annotated[str, Field(min_length=1)] | None = None
     log_level: Literal["debug", "info", "warning", "error"] = "info"
@@ -84,9 +87,11 @@ class Settings(BaseSettings):
     def _lower(cls, value: object) -> object:
         return value.lower() if isinstance(value, str) else value
 
-    @field_validator("redis_url")
+    @field_validator("redis_url", "jobs_url")
     @classmethod
-    def _usable(cls, value: SecretStr) -> SecretStr:
+    def _usable(cls, value: SecretStr | None) -> SecretStr | None:
+        if value is None:
+            return None
         url = value.get_secret_value()
         if not url.startswith(_SCHEMES):
             raise ValueError(f"must begin with {', '.join(_SCHEMES)}; a plain one is {DEFAULT_URL}")
@@ -103,12 +108,34 @@ class Settings(BaseSettings):
     def redis(self) -> str:
         """The URL to connect to, with the password of the file. Secret."""
         url = self.redis_url.get_secret_value()
-        return url if self.redis_password_file is None else _with_password(url, _read_password(self))
+        return url if self.redis_password_file is None else _with_password(url, _read_password(self, "redis"))
+
+    @property
+    def jobs(self) -> str:
+        """The URL of the jobs' server, likewise. Secret. Raises `SettingsError` where it would be a cluster."""
+        if self.jobs_url is None:
+            if self.jobs_password_file is not None:
+                raise SettingsError([f"{spell('jobs_password_file')}: without {PREFIX}JOBS_URL it is for nothing"])
+            url = self.redis
+        else:
+            url = self.jobs_url.get_secret_value()
+            if self.jobs_password_file is not None:
+                url = _with_password(url, _read_password(self, "jobs"))
+        if urlsplit(url).scheme.endswith(CLUSTER):
+            raise SettingsError(
+                [f"{spell('jobs_url')}: the queue of jobs can't be on a cluster; name a single server, or Sentinels"]
+            )
+        return url
 
     @property
     def address(self) -> str:
         """The URL without user, password and options: for people."""
         return public_url(self.redis_url.get_secret_value())
+
+    @property
+    def jobs_address(self) -> str:
+        """The jobs' URL without user, password and options."""
+        return public_url((self.jobs_url or self.redis_url).get_secret_value())
 
     @property
     def pipeline_path(self) -> Path:
@@ -133,16 +160,18 @@ class Settings(BaseSettings):
     def load(cls, flags: Mapping[str, Any], environ: Mapping[str, str]) -> Self:
         """See `load_settings`."""
         given = {name: value for name, value in flags.items() if value is not None}
-        url = given.get("redis_url")
-        if url is not None and _has_password(str(url)):
-            problem = "--redis-url: a password here would be read by everybody who can list processes"
-            raise SettingsError([f"{problem}; use {PREFIX}REDIS_URL, or {spell('redis_password_file')}"])
+        for kind in ("redis", "jobs"):
+            url = given.get(f"{kind}_url")
+            if url is not None and _has_password(str(url)):
+                problem = f"--{kind}-url: a password here would be read by everybody who can list processes"
+                instead = f"{PREFIX}{kind.upper()}_URL, or {spell(f'{kind}_password_file')}"
+                raise SettingsError([f"{problem}; use {instead}"])
         try:
             settings = cls(**given)
         except ValidationError as error:
             raise SettingsError(_problem(each, given, environ) for each in error.errors()) from None
         if settings.redis_password_file is not None:
-            _read_password(settings)
+            _read_password(settings, "redis")
         return settings
 
 
@@ -199,11 +228,14 @@ def _with_password(url: str, password: str) -> str:
     return urlunsplit(parts._replace(netloc=f"{user}:{quote(password, safe='')}@{host}"))
 
 
-def _read_password(settings: Settings) -> str:
-    path, name = settings.redis_password_file, spell("redis_password_file")
+def _read_password(settings: Settings, kind: Literal["redis", "jobs"]) -> str:
+    path: Path | None = getattr(settings, f"{kind}_password_file")
+    url: SecretStr | None = getattr(settings, f"{kind}_url")
+    name = spell(f"{kind}_password_file")
     assert path is not None
-    if _has_password(settings.redis_url.get_secret_value()):
-        raise SettingsError([f"{name}: there is a password in {PREFIX}REDIS_URL already; give one of them"])
+    assert url is not None
+    if _has_password(url.get_secret_value()):
+        raise SettingsError([f"{name}: there is a password in {PREFIX}{kind.upper()}_URL already; give one of them"])
     try:
         password = path.read_text(encoding="utf-8").rstrip("\r\n")
     except OSError as error:
@@ -221,7 +253,7 @@ def _problem(error: Mapping[str, Any], given: Mapping[str, Any], environ: Mappin
     allowed: Mapping[str, Any] = error.get("ctx", {})
     # Where the value came from; the password's URL is the one value that is never shown.
     value = given.get(name, environ.get(PREFIX + name.upper()))
-    shown = "it" if name == "redis_url" else f"is {str(value)!r:.60}; it"
+    shown = "it" if name.endswith("_url") else f"is {str(value)!r:.60}; it"
     match error["type"]:
         case "value_error":
             return f"{spell(name)}: {allowed['error']}"

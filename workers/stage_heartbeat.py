@@ -48,7 +48,8 @@ class Heartbeat:
         times: StageTimes | None = None,
     ) -> None:
         self.load: dict[str, float] = {}
-        self.draining = False
+        self._is_leaving = False
+        self._is_ordered = False
         self.aborts = AbortLog()
         self._link = link
         self._worker_id = worker_id
@@ -86,9 +87,14 @@ class Heartbeat:
         """What the engine says of itself."""
         return self._is_healthy()
 
+    @property
+    def draining(self) -> bool:
+        """Whether it takes no more sessions: since it leaves, or since an operator wants it emptied."""
+        return self._is_leaving or self._is_ordered
+
     def drain(self) -> None:
         """Say at once that no slots are given any more."""
-        self.draining = True
+        self._is_leaving = True
         self._soon.set()
 
     def note_gone(self, request_id: str, entry_id: str) -> None:
@@ -141,12 +147,24 @@ class Heartbeat:
         loop = asyncio.get_running_loop()
         state = lives.LifeState.DRAINING if self.draining else lives.LifeState.LIVE
         fields = {"state": state.value, **self._load(), **self._figures(), **self.aborts.take_figures()}
-        if not await lives.beat(self._link, self._worker_id, fields):
+        heard = await lives.beat(self._link, self._worker_id, fields)
+        if heard is lives.Beat.OVER:
             return False
+        self._note_order(heard is lives.Beat.DRAIN)
         sent_s = self._beaten_s = loop.time()
         seconds, micros = await self._link.call("TIME")
         self._time.note(sent_s, loop.time(), int(seconds) * 1_000_000 + int(micros))
         return True
+
+    def _note_order(self, drain: bool) -> None:
+        if drain == self._is_ordered:
+            return
+        self._is_ordered = drain
+        what = "takes no more sessions: an operator wants it emptied" if drain else "may take sessions again"
+        log.info("stage worker %s %s", self._worker_id, what)
+        if not drain:
+            # This beat still said that it drains.
+            self._soon.set()
 
     def _load(self) -> dict[str, float]:
         try:

@@ -229,6 +229,13 @@ class RetryNow(Struct, frozen=True, gc=False):
     """An operator wants every pending cleanup tried again, whatever its backoff."""
 
 
+class Dismissed(Struct, frozen=True, gc=False):
+    """An operator wants this life ended, whatever its client thinks; its listener hears `reason`."""
+
+    incarnation: int
+    reason: str
+
+
 class Poisoned(Struct, frozen=True, gc=False):
     """An input of this session can't be committed or decided; the session ends as `command_failed`."""
 
@@ -257,6 +264,7 @@ Event = (
     | DebtPaid
     | Due
     | RetryNow
+    | Dismissed
     | Poisoned
 )
 

@@ -144,6 +144,11 @@ TABLE = (
     Row("T86", OPENING, c.Audited,          audit.compare,                   (OPENING,)),
     Row("T87", OPEN,    c.Audited,          audit.compare,                   (OPEN,)),
     Row("T88", CLOSING, c.Audited,          audit.compare,                   (CLOSING,)),
+
+    Row("T89", VACANT,  c.Dismissed,        ignore,                          (VACANT,)),
+    Row("T90", OPENING, c.Dismissed,        ignore,                          (OPENING,)),
+    Row("T91", OPEN,    c.Dismissed,        close.dismiss,                   (OPEN, CLOSING, VACANT)),
+    Row("T92", CLOSING, c.Dismissed,        ignore,                          (CLOSING,)),
 )
 # fmt: on
 

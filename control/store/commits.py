@@ -25,8 +25,9 @@ from control.wire.stage import AbortOrder, SubmissionOrder, encode
 if TYPE_CHECKING:
     from control.store.keys import PartitionKeys
 
-FIXED_KEYS = 13
-COMMANDS_KEY, ACKS_KEY = 2, 3
+FIXED_KEYS = 14
+# The input streams, by their places among the keys.
+COMMANDS_KEY, ACKS_KEY, ORDERS_KEY = 2, 3, 14
 
 _session = msgspec.msgpack.Decoder(Session)
 _cleanups = msgspec.msgpack.Decoder(tuple[Cleanup, ...])
@@ -110,8 +111,7 @@ class Batch:
         self._discarded: set[str] = set()
         self._released: list[Any] = []
         self._dead: list[Any] = []
-        self._commands: list[str] = []
-        self._acks: list[str] = []
+        self._done: dict[int, list[str]] = {COMMANDS_KEY: [], ACKS_KEY: [], ORDERS_KEY: []}
         self._deadlines: dict[str, int | None] = {}
         self.after: list[tuple[str, int, e.Place | e.Pay]] = []
 
@@ -120,8 +120,7 @@ class Batch:
         """Whether there is nothing to commit."""
         return not (
             self._last
-            or self._commands
-            or self._acks
+            or any(self._done.values())
             or self._dead
             or self._fenced
             or self._strangers
@@ -140,7 +139,7 @@ class Batch:
 
     def done(self, stream: int, entry_id: str) -> None:
         """An input is applied by this batch: it goes with the commit."""
-        (self._commands if stream == COMMANDS_KEY else self._acks).append(entry_id)
+        self._done[stream].append(entry_id)
 
     def bury(self, stream: int, entry_id: str, reason: str, *, is_secret: bool = False) -> None:
         """An input that nobody can be answered for becomes a dead letter."""
@@ -267,8 +266,7 @@ class Batch:
             (3, self._ends),
             (1, self._released),
             (4, self._dead),
-            (1, self._commands),
-            (1, self._acks),
+            *((1, entries) for entries in self._done.values()),
         ):
             argv.append(len(values) // width)
             argv += values
@@ -353,7 +351,7 @@ class Batch:
 
 
 def fixed_keys(keys: PartitionKeys) -> tuple[str, ...]:
-    """KEYS 1 to 13 of the commit."""
+    """KEYS 1 to 14 of the commit."""
     return (
         keys.owner,
         keys.commands,
@@ -368,6 +366,7 @@ def fixed_keys(keys: PartitionKeys) -> tuple[str, ...]:
         keys.outputs,
         keys.strangers,
         keys.fenced,
+        keys.orders,
     )
 
 

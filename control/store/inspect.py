@@ -227,18 +227,35 @@ async def fetch_sessions(
             found[session_id] = (partition, session)
         if len(found) > limit:
             break
-    shown = sorted(found)[:limit]
-    calls: list[tuple[Any, ...]] = []
-    for session_id in shown:
-        known = PartitionKeys(found[session_id][0])
-        calls += [("HGET", known.heard, session_id), ("HGET", known.cleanups, session_id)]
-    answers = await ask(redis, calls)
-    rows: list[SessionRow] = []
-    for index, session_id in enumerate(shown):
-        partition, session = found[session_id]
-        heard, cleanups = answers[2 * index : 2 * index + 2]
-        rows.append(_session_row(session_id, partition, session, int(heard or 0), _cleanups(cleanups), now_ms))
-    return Found(rows, len(found) > limit)
+    shown = {session_id: found[session_id] for session_id in sorted(found)[:limit]}
+    return Found(await _session_rows(redis, shown, now_ms), len(found) > limit)
+
+
+async def walk_sessions(redis: Redis, partition: int) -> AsyncIterator[list[SessionRow]]:
+    """All sessions of a partition, those without a life too, some at a time; each at least once."""
+    some: dict[str, tuple[int, Session | None]] = {}
+    async for _, session_id, state in _walk(redis, [PartitionKeys(partition).sessions]):
+        try:
+            some[session_id] = (partition, decode_session(state, None))
+        except msgspec.DecodeError:
+            some[session_id] = (partition, None)
+        if len(some) >= PAGE:
+            yield await _session_rows(redis, some, await fetch_now_ms(redis))
+            some = {}
+    if some:
+        yield await _session_rows(redis, some, await fetch_now_ms(redis))
+
+
+async def fetch_lives_of(redis: Redis, partition: int, session_ids: Sequence[str]) -> list[Session | None]:
+    """The sessions' records without their cleanups. None: no record, or none that can be read."""
+    (states,) = await ask(redis, [("HMGET", PartitionKeys(partition).sessions, *session_ids)])
+    found: list[Session | None] = []
+    for state in states or [None] * len(session_ids):
+        try:
+            found.append(None if state is None else decode_session(state, None))
+        except msgspec.DecodeError:
+            found.append(None)
+    return found
 
 
 async def fetch_cleanups(redis: Redis, partitions: int, limit: int = 100) -> Found:
@@ -304,6 +321,18 @@ async def fetch_stage_workers(redis: Redis, limit: int = 1000) -> Found:
         told, left_ms, slots_used = _texts(next(answers)), next(answers), next(answers)
         rows.append(_stage_row(worker_id, about[worker_id], told, left_ms, slots_used, now_ms))
     return Found(rows, len(about) > limit)
+
+
+async def _session_rows(redis: Redis, found: dict[str, tuple[int, Session | None]], now_ms: int) -> list[SessionRow]:
+    calls: list[tuple[Any, ...]] = []
+    for session_id, (partition, _) in found.items():
+        known = PartitionKeys(partition)
+        calls += [("HGET", known.heard, session_id), ("HGET", known.cleanups, session_id)]
+    answers = iter(await ask(redis, calls))
+    return [
+        _session_row(session_id, partition, session, int(next(answers) or 0), _cleanups(next(answers)), now_ms)
+        for session_id, (partition, session) in found.items()
+    ]
 
 
 def _session_row(

@@ -1,8 +1,9 @@
 """Every key that Bargein has in Redis, in one place: name, type, lifetime, who writes it.
 
 Responsible for names only. A partition's keys share the hash tag `{<p>}`, so that one script can change them together
-on Redis Cluster as well; a stage worker's own keys share `{w:<id>}`. Only `config`, `commands` and `events` are for
-producers; the rest is the project's own and may change with the stored layout's version.
+on Redis Cluster as well; a stage worker's own keys share `{w:<id>}`. The jobs, and arq's own `arq:*`, may be on a
+server of their own. Only `config`, `commands` and `events` are for producers; the rest is the project's own and may
+change with the stored layout's version.
 
 | key | type | what | written by | lives |
 |---|---|---|---|---|
@@ -10,15 +11,20 @@ producers; the rest is the project's own and may change with the stored layout's
 | `bargein:controls` | zset | control worker id -> alive until (ms) | control workers | while any runs |
 | `bargein:ownership` | stream | hints that ownership may move now | control workers | 16 entries |
 | `bargein:stages` | hash | stage worker id -> stage, capacity, engine | stage workers | until nobody is placed on it |
+| `bargein:{w:<id>}:drain` | string | since when it is to take no more (ms) | an operator | an hour past a beat |
 | `bargein:brake:<stage>` | string | there: silent workers of the stage may be given up | an operator | 10 minutes |
 | `bargein:{w:<id>}` | hash | `state`, `beat`, `capacity`, load | stage worker; `dead`: owner | an hour past a beat |
 | `bargein:{w:<id>}:slots` | hash | session id -> `<incarnation> <token number>` | owners | while held |
 | `bargein:{w:<id>}:owners` | hash | partition -> `<highest token number> <last call>` for a slot | owners | a day |
 | `bargein:{admission}:slots` | hash | the same as a worker's, for the limit of sessions | owners | while held |
 | `bargein:{admission}:owners` | hash | likewise | owners | a day |
+| `bargein:jobs` | zset | an operator's job -> when it was given (ms) | operators, maintenance | 1,000 jobs |
+| `bargein:job:<job>` | hash | `arguments`; `record`: how it goes; `cancel` | operators, maintenance | a week |
+| `bargein:job:<job>:targets` | hash | session id -> incarnation | maintenance | a week |
 | `bargein:{p}:owner` | hash | `token`, `holder`, `revision`; after a crash `handling` | owners | for ever |
 | `bargein:{p}:commands` | stream | what producers want | producers; deleted by the commit | until applied |
-| `bargein:{p}:acks` | stream | what stages and jobs say | stage workers; deleted by the commit | until applied |
+| `bargein:{p}:acks` | stream | what stages say | stage workers; deleted by the commit | until applied |
+| `bargein:{p}:orders` | stream | what operators and upkeep want | they; deleted by the commit | until applied |
 | `bargein:{p}:dead` | stream | entries that nobody could answer | owner | 10,000 entries |
 | `bargein:{p}:sessions` | hash | session id -> state | owner | an hour past the session's end |
 | `bargein:{p}:fences` | hash | session id -> what scripts check | owner | while open or closing |
@@ -46,6 +52,7 @@ FIXED_TYPES = {
     "owner": "hash",
     "commands": "stream",
     "acks": "stream",
+    "orders": "stream",
     "dead": "stream",
     "sessions": "hash",
     "fences": "hash",
@@ -62,6 +69,7 @@ CONFIG = f"{PREFIX}:config"
 CONTROLS = f"{PREFIX}:controls"
 OWNERSHIP = f"{PREFIX}:ownership"
 STAGES = f"{PREFIX}:stages"
+JOBS = f"{PREFIX}:jobs"
 ADMISSION_SLOTS = f"{PREFIX}:{{admission}}:slots"
 ADMISSION_OWNERS = f"{PREFIX}:{{admission}}:owners"
 # The limit of sessions has no life of its own to check; the script finds an empty hash there.
@@ -88,9 +96,24 @@ def worker_owners(worker_id: str) -> str:
     return f"{PREFIX}:{{w:{worker_id}}}:owners"
 
 
+def worker_drain(worker_id: str) -> str:
+    """Exists: the worker is to be emptied."""
+    return f"{PREFIX}:{{w:{worker_id}}}:drain"
+
+
 def brake(stage: str) -> str:
     """Exists: the stage's brake is released."""
     return f"{PREFIX}:brake:{stage}"
+
+
+def job(job_id: str) -> str:
+    """An operator's job."""
+    return f"{PREFIX}:job:{job_id}"
+
+
+def job_targets(job_id: str) -> str:
+    """The sessions that an operator's job still has to see to."""
+    return f"{PREFIX}:job:{job_id}:targets"
 
 
 class PartitionKeys:
@@ -108,6 +131,7 @@ class PartitionKeys:
         "fences",
         "heard",
         "marks",
+        "orders",
         "outputs",
         "owner",
         "partition",
@@ -123,6 +147,7 @@ class PartitionKeys:
         self.owner = stem + "owner"
         self.commands = stem + "commands"
         self.acks = stem + "acks"
+        self.orders = stem + "orders"
         self.dead = stem + "dead"
         self.sessions = stem + "sessions"
         self.fences = stem + "fences"

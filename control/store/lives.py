@@ -8,7 +8,7 @@ begun again; every life has an id of its own. A record that can't be read counts
 from __future__ import annotations
 
 import logging
-from enum import StrEnum
+from enum import IntEnum, StrEnum
 from typing import TYPE_CHECKING, Any, cast
 
 import msgspec
@@ -96,11 +96,34 @@ async def register_life(redis: Redis, worker_id: str, entry: Entry) -> int:
     return now_ms
 
 
-async def beat(link: Link, worker_id: str, fields: Mapping[str, str | int | float]) -> bool:
-    """A heartbeat that also writes `fields`. False: this life is over, and nothing was written."""
+class Beat(IntEnum):
+    """What a heartbeat hears. `OVER`: this life is over, nothing was written. `DRAIN`: an operator wants it emptied."""
+
+    OVER = 0
+    TAKEN = 1
+    DRAIN = 2
+
+
+async def beat(link: Link, worker_id: str, fields: Mapping[str, str | int | float]) -> Beat:
+    """A heartbeat that also writes `fields`."""
     flat = [part for pair in fields.items() for part in pair]
-    answer = await link.run("beat", [keys.worker_state(worker_id)], [KEPT_MS, *flat])
-    return answer > 0
+    names = [keys.worker_state(worker_id), keys.worker_drain(worker_id)]
+    answer: int = await link.run("beat", names, [KEPT_MS, *flat])
+    if answer < 0:
+        return Beat.DRAIN
+    return Beat.TAKEN if answer else Beat.OVER
+
+
+async def order_drain(redis: Redis, worker_id: str) -> int:
+    """Have a worker take no more sessions; since when it does (server's ms). Repeating it changes nothing (S62)."""
+    name = keys.worker_drain(worker_id)
+    await redis.set(name, await fetch_now_ms(redis), nx=True, px=KEPT_MS)
+    return int(await redis.get(name) or 0)
+
+
+async def end_drain(redis: Redis, worker_id: str) -> bool:
+    """Have a worker take sessions again; False if it wasn't to be emptied."""
+    return await redis.delete(keys.worker_drain(worker_id)) == 1
 
 
 async def end_life(redis: Redis, worker_id: str, seen_beat: int | None = None) -> bool:

@@ -105,12 +105,6 @@ class RequestFailedAck(Struct, frozen=True, gc=False, array_like=True, tag=5):
     message: str
 
 
-class RetryCleanups(Struct, frozen=True, gc=False, array_like=True, tag=6):
-    """An operator wants a session's pending cleanups tried again now."""
-
-    session_id: str
-
-
 class AuditAck(Struct, frozen=True, gc=False, array_like=True, tag=7):
     """What a holder of slots has of a life of the session, whether or not anybody knows of it."""
 
@@ -122,7 +116,7 @@ class AuditAck(Struct, frozen=True, gc=False, array_like=True, tag=7):
     has_slot: bool
 
 
-Ack = AcceptedAck | RejectedAck | CleanedAck | CleanupFailedAck | RequestFailedAck | RetryCleanups | AuditAck
+Ack = AcceptedAck | RejectedAck | CleanedAck | CleanupFailedAck | RequestFailedAck | AuditAck
 
 _encoder = msgspec.msgpack.Encoder()
 _ack = msgspec.msgpack.Decoder(Ack)
@@ -152,8 +146,6 @@ def decode_ack(body: bytes) -> tuple[str, c.Event]:
             )
         case RequestFailedAck():
             return ack.session_id, c.RequestFailed(ack.incarnation, ack.epoch, ack.worker_id, ack.message)
-        case RetryCleanups():
-            return ack.session_id, c.RetryNow()
         case AuditAck():
             return ack.session_id, c.Audited(ack.holder, ack.stage_id, ack.incarnation, ack.epochs, ack.has_slot)
 

@@ -19,7 +19,8 @@ from control.core.session import Phase, Session
 from control.store.commits import decode_session
 from control.store.keys import PartitionKeys, partition_of
 from control.wire.events import decode_event
-from control.wire.stage import Ack, RequestFailedAck, RetryCleanups, encode
+from control.wire.orders import RetryOrder, encode_order
+from control.wire.stage import RequestFailedAck, encode
 from stages.engine import Output
 from stages.pipeline import Pipeline
 from stages.policy import AppendPlan
@@ -232,25 +233,22 @@ class SystemRun:
             # The reference asks its stage once more although nothing is registered; here no engine hears of it.
             self._engines[0].fail_cleanups -= 1
             return
-        await self._post(sid, RetryCleanups(sid))
+        order: dict[Any, Any] = {"b": encode_order(RetryOrder(sid))}
+        await self._redis.xadd(self._keys[partition_of(sid, PARTITIONS)].orders, order)
         await self._rest()
 
     async def _fail(self, name: RequestName) -> None:
         worker_id = self._stages[name.stage_id].worker_id
         assert worker_id is not None
-        await self._post(
-            name.session_id, RequestFailedAck(name.session_id, name.incarnation, name.epoch, worker_id, "died")
-        )
-        await self._rest()
-
-    async def _post(self, sid: str, ack: Ack) -> None:
+        ack = RequestFailedAck(name.session_id, name.incarnation, name.epoch, worker_id, "died")
         entry: dict[Any, Any] = {"b": encode(ack)}
-        await self._redis.xadd(self._keys[partition_of(sid, PARTITIONS)].acks, entry)
+        await self._redis.xadd(self._keys[partition_of(name.session_id, PARTITIONS)].acks, entry)
+        await self._rest()
 
     async def _rest(self) -> None:
         """Wait until nothing is on its way: no entry in any queue, no debt, no append or placement under way."""
         workers = [stage.worker_id or "" for stage in self._stages]
-        streams = [k.commands for k in self._keys] + [k.acks for k in self._keys]
+        streams = [name for k in self._keys for name in (k.commands, k.acks, k.orders)]
         streams += [name for k in self._keys for w in workers for name in (k.submissions(w), k.aborts(w))]
         async with asyncio.timeout(PATIENCE_S):
             while True:

@@ -295,7 +295,7 @@ class Machine(RuleBasedStateMachine):
         self.world.read_mail(pick % len(self.world.mail), keep=keep)
 
     @rule(
-        pick=PICK, what=st.sampled_from(["crash", "worker", "worker", "poison", "retry", "retry", "output", "output"])
+        pick=PICK, what=st.sampled_from(["crash", "worker", "worker", "poison", "dismiss", "retry", "retry", "output"])
     )
     def something_rare_happens(self, what: str, pick: int) -> None:
         sid = SESSION_IDS[pick % len(SESSION_IDS)]
@@ -307,6 +307,10 @@ class Machine(RuleBasedStateMachine):
                 self.world.lose(workers[pick // 2 % len(workers)])
             case "poison":
                 self.world.feed(sid, c.Poisoned("it crashed three times"))
+            case "dismiss":
+                session = self.world.lives[sid].session
+                incarnation = 1 if session is None else session.fence.incarnation
+                self.world.feed(sid, c.Dismissed(max(0, incarnation - (pick % 3 == 0)), "operator_close"))
             case "retry":
                 self.world.feed(sid, c.RetryNow())
             case _:

@@ -42,6 +42,7 @@ EXAMPLES: dict[type[Any], Callable[[Call], Any]] = {
     c.DebtPaid: lambda call: c.DebtPaid(1, "ear"),
     c.Due: lambda call: c.Due(),
     c.RetryNow: lambda call: c.RetryNow(),
+    c.Dismissed: lambda call: c.Dismissed(1, "operator_close"),
     c.Poisoned: lambda call: c.Poisoned("no"),
 }
 
@@ -100,7 +101,7 @@ def reached_seldom() -> set[tuple[str, Phase]]:
     again.feed(c.Cleaned(1, cancel.number, "ear"))
     again.close()
     calls.append(again)
-    for end in (c.Poisoned("no"), c.RequestFailed(1, 0, "ear", "no")):
+    for end in (c.Poisoned("no"), c.RequestFailed(1, 0, "ear", "no"), c.Dismissed(1, "no"), c.Dismissed(2, "no")):
         short = opened()
         short.feed(end)
         calls.append(short)

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 
 import msgspec
 
-from control.store.commits import ACKS_KEY, COMMANDS_KEY
+from control.store.commits import ACKS_KEY, COMMANDS_KEY, ORDERS_KEY
 from tests.fuzz.grammar import NUMBERS, Body, Grammar, in_json, packed
 
 if TYPE_CHECKING:
@@ -85,7 +85,7 @@ FILLERS: tuple[Callable[[], Any], ...] = (
 
 @dataclass(slots=True)
 class Shot:
-    """An entry for the stream `COMMANDS_KEY` or `ACKS_KEY` of a partition; `fields`: names and values in turn."""
+    """An entry for one of a partition's input streams; `fields`: names and values in turn."""
 
     stream: int
     partition: int
@@ -96,7 +96,7 @@ class Damage:
     """`shots`: an endless row of entries."""
 
     def __init__(self, grammar: Grammar, *, acks: float = 0.12, large: bool = True) -> None:
-        """`acks`: their share. `large`: also bodies about the limit."""
+        """`acks`: the share of what no producer sends. `large`: also bodies about the limit."""
         self.grammar = grammar
         self.random = grammar.random
         self._acks = acks
@@ -117,7 +117,7 @@ class Damage:
         """Entries, one after the other."""
         random = self.random
         while True:
-            yield self._ack() if random.random() < self._acks else self._command()
+            yield self._word() if random.random() < self._acks else self._command()
 
     # ---- entries
 
@@ -133,13 +133,14 @@ class Damage:
             fields = self._fields(data)
         return Shot(COMMANDS_KEY, home, fields)
 
-    def _ack(self) -> Shot:
+    def _word(self) -> Shot:
         random = self.random
-        session_id, word = self.grammar.ack()
+        stream = ORDERS_KEY if random.random() < 0.2 else ACKS_KEY
+        session_id, word = self.grammar.order() if stream == ORDERS_KEY else self.grammar.ack()
         if random.random() < 0.6:
             word = self.bytes_of(word)
         fields = self._fields(word) if random.random() < 0.03 else [b"b", word]
-        return Shot(ACKS_KEY, self.grammar.home(session_id), fields)
+        return Shot(stream, self.grammar.home(session_id), fields)
 
     def _fields(self, data: bytes) -> list[bytes]:
         return self.random.choice(

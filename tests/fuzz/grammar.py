@@ -17,13 +17,13 @@ import msgspec
 
 from control.core.fence import MAX_COMPONENT
 from control.store.keys import partition_of
+from control.wire.orders import DismissOrder, LookOrder, Order, RetryOrder, SlotOrder, encode_order
 from control.wire.stage import (
     AcceptedAck,
     CleanedAck,
     CleanupFailedAck,
     RejectedAck,
     RequestFailedAck,
-    RetryCleanups,
     encode,
 )
 
@@ -111,14 +111,14 @@ class Grammar:
         return body, payload
 
     def ack(self) -> tuple[str, bytes]:
-        """A session, and a stage's or a job's word about it."""
+        """A session, and a stage's word about it."""
         random = self.random
         session_id = random.choice(self.ids)
         shadow = self._shadows[session_id]
         incarnation = max(0, shadow.incarnation - random.choice((0, 0, 0, 1)))
         number = random.choice((1, 2, 3, shadow.number, *NUMBERS)) if random.random() < 0.5 else shadow.number
         worker = random.choice(WORKERS)
-        match random.randrange(8):
+        match random.randrange(7):
             case 0 | 1:
                 word: Any = AcceptedAck(session_id, incarnation, number)
             case 2:
@@ -127,11 +127,25 @@ class Grammar:
                 word = CleanedAck(session_id, incarnation, number, worker)
             case 5:
                 word = CleanupFailedAck(session_id, incarnation, number, 1, worker, random.random() < 0.5, "stuck")
-            case 6:
-                word = RequestFailedAck(session_id, incarnation, shadow.epoch, worker, "out of memory")
             case _:
-                word = RetryCleanups(session_id)
+                word = RequestFailedAck(session_id, incarnation, shadow.epoch, worker, "out of memory")
         return session_id, encode(word)
+
+    def order(self) -> tuple[str, bytes]:
+        """A session, and what an operator or upkeep wants of it."""
+        random = self.random
+        session_id = random.choice(self.ids)
+        incarnation = max(0, self._shadows[session_id].incarnation - random.choice((0, 0, 1)))
+        match random.randrange(4):
+            case 0:
+                word: Order = DismissOrder(session_id, incarnation, random.choice(("operator_close", "worker_drained")))
+            case 1:
+                word = RetryOrder(session_id)
+            case 2:
+                word = LookOrder(session_id)
+            case _:
+                word = SlotOrder(session_id, incarnation, random.choice(WORKERS), random.random() < 0.5)
+        return session_id, encode_order(word)
 
     # ---- by op
 

@@ -20,7 +20,7 @@ from control.core import commands as c
 from control.core import effects as e
 from control.core.invariants import find_broken
 from control.core.scene import ADMISSION, Settings
-from control.store.commits import ACKS_KEY, COMMANDS_KEY, Batch, decode_answer, decode_session
+from control.store.commits import ACKS_KEY, COMMANDS_KEY, ORDERS_KEY, Batch, decode_answer, decode_session
 from control.store.keys import PartitionKeys, partition_of
 from control.wire.events import decode_event
 from control.wire.limits import Limits
@@ -156,7 +156,8 @@ class Ground:
         self._parts[shot.partition].entries[shot.stream, entry_id] = shot
         portions[shot.partition].append((entry, shot))
         if entry.received is None:
-            self.findings.seen["dead letters" if entry.unreadable is not None else "acks"] += 1
+            kind = "orders" if entry.stream == ORDERS_KEY else "acks"
+            self.findings.seen["dead letters" if entry.unreadable is not None else kind] += 1
             return
         command = entry.received.command
         self.findings.seen[type(command).__name__] += 1
@@ -212,7 +213,7 @@ class Ground:
         elif entry.received is not None:
             partition.take_command(entry.entry_id, entry.received, entry.entered_ms, self.now_ms)
         elif entry.event is not None:
-            partition.take_ack(entry.stream, entry.entry_id, entry.session_id, entry.event, self.now_ms)
+            partition.take_word(entry.stream, entry.entry_id, entry.session_id, entry.event, self.now_ms)
 
     def _load(self, stored: Stored, session_id: str) -> None:
         state = stored.states.get(session_id)
@@ -231,6 +232,8 @@ class Ground:
             stored.entries.pop((COMMANDS_KEY, entry_id), None)
         for entry_id in found["acks"]:
             stored.entries.pop((ACKS_KEY, entry_id), None)
+        for entry_id in found["orders"]:
+            stored.entries.pop((ORDERS_KEY, entry_id), None)
         for stream, entry_id, reason, _ in groups(found["dead"], 4):
             stored.entries.pop((stream, entry_id), None)
             if not reason or len(reason) > 1000:

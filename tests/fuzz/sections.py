@@ -15,7 +15,7 @@ SECTIONS = (
     ("guards", 2), ("sources", 1), ("fenced", 1), ("states", 2), ("forgets", 1), ("fences", 2), ("unfences", 1),
     ("cleanups", 2), ("cleaned", 1), ("deadlines", 2), ("undue", 1), ("begins", 3), ("submissions", 4), ("aborts", 3),
     ("answers", 2), ("trims", 2), ("events", 4), ("strangers", 3), ("ends", 3), ("released", 1), ("dead", 4),
-    ("commands", 1), ("acks", 1),
+    ("commands", 1), ("acks", 1), ("orders", 1),
 )  # fmt: skip
 
 

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any, Self
 from redis.asyncio import Redis
 
 from control.core import commands as c
-from control.store.commits import ACKS_KEY, COMMANDS_KEY
+from control.store.commits import ACKS_KEY, COMMANDS_KEY, ORDERS_KEY
 from control.store.keys import PartitionKeys, partition_of
 from control.wire.events import decode_event
 from tests.fuzz.ground import Key, find_home
@@ -77,7 +77,8 @@ class Served:
         async with self._redis.pipeline(transaction=False) as pipe:
             for shot in shots:
                 keys = PartitionKeys(shot.partition)
-                pipe.execute_command("XADD", keys.acks if shot.stream == ACKS_KEY else keys.commands, "*", *shot.fields)
+                name = {COMMANDS_KEY: keys.commands, ACKS_KEY: keys.acks, ORDERS_KEY: keys.orders}[shot.stream]
+                pipe.execute_command("XADD", name, "*", *shot.fields)
             entry_ids = await pipe.execute()
         for shot, entry_id in zip(shots, entry_ids, strict=True):
             self._expect(shot, entry_id.decode())
@@ -109,7 +110,7 @@ class Served:
             self.findings.seen["dead letters"] += 1
             self._doomed[shot.partition, shot.stream, entry_id] = shot
         elif entry.received is None:
-            self.findings.seen["acks"] += 1
+            self.findings.seen["orders" if shot.stream == ORDERS_KEY else "acks"] += 1
         else:
             command = entry.received.command
             self.findings.seen[type(command).__name__] += 1
@@ -145,6 +146,7 @@ class Served:
             for keys in self._all_keys():
                 pipe.xlen(keys.commands)
                 pipe.xlen(keys.acks)
+                pipe.xlen(keys.orders)
             return not any(await pipe.execute())
 
     def _missing(self) -> int:
@@ -183,7 +185,7 @@ class Served:
         for partition, keys in enumerate(self._all_keys()):
             for entry_id, fields in await self._redis.xrange(keys.dead, "(" + self._buried_to[partition], "+"):
                 self._buried_to[partition] = entry_id.decode()
-                stream = COMMANDS_KEY if fields[b"stream"] == b"commands" else ACKS_KEY
+                stream = {b"commands": COMMANDS_KEY, b"acks": ACKS_KEY, b"orders": ORDERS_KEY}[fields[b"stream"]]
                 shot = self._doomed.pop((partition, stream, fields[b"entry"].decode()), None)
                 if shot is None:
                     self.findings.note(f"a dead letter that should be none: {fields}")

@@ -13,9 +13,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from control.store.commits import ACKS_KEY, COMMANDS_KEY, Batch
+from control.store.commits import COMMANDS_KEY, ORDERS_KEY, Batch
 from control.wire import commands as wire
-from control.wire.stage import RetryCleanups, encode
+from control.wire.orders import RetryOrder, encode_order
 from tests.fuzz.damage import Damage, Shot, make_shots
 from tests.fuzz.findings import Findings
 from tests.fuzz.grammar import Grammar, packed
@@ -53,7 +53,7 @@ def test_every_body_is_answered_or_a_dead_letter(findings: Findings) -> None:
     # The mix is worth something only if all of it is there.
     seen = findings.seen
     ops = ("Open", "Append", "Cancel", "Update", "UnknownSignal", "Malformed", "Close", "Touch", "Resume")
-    assert min(seen[name] for name in (*ops, "acks", "dead letters")) > IN_MEMORY // 200
+    assert min(seen[name] for name in (*ops, "acks", "orders", "dead letters")) > IN_MEMORY // 200
     assert seen["replies: ok"] > IN_MEMORY // 10
     codes = ("invalid_argument", "stale_fence", "failed_precondition", "unsupported_version", "not_found")
     assert min(seen[f"replies: {code}"] for code in codes) > IN_MEMORY // 200
@@ -236,7 +236,7 @@ def test_a_session_that_is_starved_is_found(findings: Findings, monkeypatch: pyt
 
     ground = Ground(findings)
     monkeypatch.setattr(Partition, "take_command", late)
-    ground.throw([Shot(ACKS_KEY, 0, [b"b", encode(RetryCleanups("nobody"))])])
+    ground.throw([Shot(ORDERS_KEY, 0, [b"b", encode_order(RetryOrder("nobody"))])])
     ground.throw([])
     assert any("had to wait" in note for note in findings.notes)
 

@@ -143,6 +143,11 @@ class _Both:
         assert _shape(ours) == _shape(real), name
         return ours
 
+    def put(self, *args: str) -> None:
+        """A command to both."""
+        assert self.store.run([arg.encode() for arg in args]) is not None
+        self._client.execute_command(*args)
+
     def dump(self, key: str) -> tuple[Any, Any]:
         """A hash in both."""
         return self.store.peek(key.encode()) or {}, dict(_pairs(self._client.execute_command("HGETALL", key)))
@@ -173,7 +178,14 @@ def test_the_scripts_do_in_the_model_what_they_do_on_a_real_server(redis_url: st
         both.run("join", [keys.CONTROLS], ["one", 5000])
         both.run("join", [keys.CONTROLS], ["one", 0])
         worker = [keys.worker_state("w"), keys.worker_slots("w"), keys.worker_owners("w")]
-        assert both.run("beat", worker[:1], [1000, "running", 3]) == 0
+        beats = [worker[0], keys.worker_drain("w")]
+        assert both.run("beat", beats, [1000, "running", 3]) == 0
+        both.put("HSET", worker[0], "state", "live")
+        assert both.run("beat", beats, [1000, "running", 3]) == 1
+        both.put("SET", beats[1], "1")
+        assert both.run("beat", beats, [1000, "state", "live"]) == -2
+        assert both.dump(worker[0])[1][b"state"] == b"draining"
+        both.put("UNLINK", *beats)
         for _ in range(2):
             both.run("slot", worker, ["take", "s", 1, 7, 2, 0])
         both.run("slot", worker, ["take", "t", 1, 6, 2, 0])

@@ -29,9 +29,11 @@ LIVES_MS = {
     "a day past the end": 86_400_000,
     "a minute": 60_000,
     "10 minutes": 600_000,
+    "a week": 7 * 86_400_000,
+    "1,000 jobs": None,
     "5 minutes past the end": 300_000,
 }
-ALWAYS_END = {"a day", "a day past the end", "a minute", "10 minutes", "an hour past a beat"}
+ALWAYS_END = {"a week", "a day", "a day past the end", "a minute", "10 minutes", "an hour past a beat"}
 ENTRIES = {"16 entries": 16, "10,000 entries": 10_000 + 200}  # the second is trimmed to whole nodes
 
 
@@ -49,6 +51,7 @@ class Row:
         for placeholder, stands_for in (
             ("{p}", r"\{\d+\}"),
             ("<id>", "[^{}]+"),
+            ("<job>", "[^:]+"),
             ("<session>", ".+"),
             ("<worker>", ".+"),
             ("<stage>", "[a-z][a-z0-9_-]*"),
@@ -89,10 +92,7 @@ async def find_undocumented(redis: Redis) -> list[str]:
         ttl_ms, longest_ms = await redis.pttl(key), LIVES_MS[row.lives]
         if ttl_ms != -1 and (longest_ms is None or ttl_ms > longest_ms):
             wrong.append(f"{key} expires in {ttl_ms} ms; the table says {row.lives}")
-        if (
-            row.lives in {"a day", "a day past the end", "a minute", "10 minutes", "an hour past a beat"}
-            and ttl_ms == -1
-        ):
+        if row.lives in ALWAYS_END and ttl_ms == -1:
             wrong.append(f"{key} never expires; the table says {row.lives}")
         if row.lives in ENTRIES and await redis.xlen(key) > ENTRIES[row.lives]:
             wrong.append(f"{key} has more than {row.lives}")

@@ -31,6 +31,10 @@ def every_name() -> dict[str, str]:
         "worker state": keys.worker_state("ear-1"),
         "worker slots": keys.worker_slots("ear-1"),
         "worker owners": keys.worker_owners("ear-1"),
+        "worker drain": keys.worker_drain("ear-1"),
+        "jobs": keys.JOBS,
+        "job": keys.job("drain-ear-1"),
+        "job targets": keys.job_targets("close-5ea3"),
         "admission slots": keys.ADMISSION_SLOTS,
         "admission owners": keys.ADMISSION_OWNERS,
     }

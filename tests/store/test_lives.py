@@ -8,15 +8,18 @@ from typing import TYPE_CHECKING
 from control.store import keys
 from control.store.lives import (
     KEPT_MS,
+    Beat,
     Entry,
     Life,
     LifeState,
     beat,
     count_slots,
+    end_drain,
     end_life,
     fetch_figures,
     fetch_lives,
     fetch_slots,
+    order_drain,
     put_back,
     register_life,
     say_goodbye,
@@ -81,6 +84,20 @@ async def test_slots_are_counted_and_taken_at_a_live_worker_only(real_store: Sto
     assert (await the_life(real_store)).state is LifeState.DRAINING
     assert await end_life(real_store.redis, WORKER)
     assert await take_slot(real_store, "t") is Slot.GONE
+
+
+async def test_a_worker_that_is_to_be_emptied_drains_whatever_it_says_until_it_is_not(real_store: Store) -> None:
+    await register_life(real_store.redis, WORKER, ENTRY)
+    since_ms = await order_drain(real_store.redis, WORKER)
+    assert abs(since_ms - await real_store.now_ms()) < 60_000
+    assert await order_drain(real_store.redis, WORKER) == since_ms
+    assert await beat(real_store.link, WORKER, {"state": LifeState.LIVE.value}) is Beat.DRAIN
+    assert (await the_life(real_store)).state is LifeState.DRAINING
+    assert await take_slot(real_store) is Slot.DRAINING
+    assert await end_drain(real_store.redis, WORKER)
+    assert not await end_drain(real_store.redis, WORKER)
+    assert await beat(real_store.link, WORKER, {"state": LifeState.LIVE.value}) is Beat.TAKEN
+    assert await take_slot(real_store) is Slot.DONE
 
 
 async def test_s40_a_life_that_is_over_can_not_beat_or_drain_itself_back(real_store: Store) -> None:

@@ -20,6 +20,7 @@ from control.core import effects as e
 from control.wire.commands import Received, Unreadable, decode_command
 from control.wire.events import encode_event
 from control.wire.limits import Limits
+from control.wire.orders import decode_order
 from control.wire.stage import (
     decode_abort,
     decode_ack,
@@ -32,13 +33,14 @@ from control.wire.stage import (
 from tests.core.call import Call, opened, talking
 from tests.core.call import settings as core_settings
 from tests.wire.bodies import BODIES, FENCE, body, in_json, packed
+from tests.wire.test_orders import ORDERS
 from tests.wire.test_stage import ABORT, ACKS, SUBMISSION
 
 STABLE = settings(max_examples=300, derandomize=True, database=None)
 FEWER = settings(STABLE, max_examples=150)
 
 VALID = [encode_(plain) for plain in BODIES.values() for encode_ in (packed, in_json)]
-WORDS = [encode(ack) for ack, _ in ACKS] + [encode(SUBMISSION), encode(ABORT)]
+WORDS = [encode(ack) for ack, _ in ACKS] + [encode(SUBMISSION), encode(ABORT)] + [encode(order) for order, _ in ORDERS]
 
 LEAVES = (
     st.none()
@@ -227,7 +229,7 @@ def test_a_key_that_comes_twice_is_no_crash(twice: str, value: Any, first: bool)
 
 @STABLE
 @given(data=st.binary(max_size=100) | changed_bytes(WORDS))
-@pytest.mark.parametrize("read", [decode_ack, decode_submission, decode_abort])
+@pytest.mark.parametrize("read", [decode_ack, decode_submission, decode_abort, decode_order])
 def test_any_bytes_from_a_stage_are_a_word_or_unreadable(read: Any, data: bytes) -> None:
     assert reason_of(read, data) != ""
 

@@ -10,14 +10,15 @@ import pytest
 from control.core import commands as c
 from control.core.fence import Fence
 from control.wire.commands import Unreadable, decode_command
+from control.wire.orders import decode_order
 from control.wire.stage import (
     AbortOrder,
     AcceptedAck,
+    AuditAck,
     CleanedAck,
     CleanupFailedAck,
     RejectedAck,
     RequestFailedAck,
-    RetryCleanups,
     SubmissionOrder,
     decode_abort,
     decode_ack,
@@ -53,9 +54,9 @@ ACKS: list[tuple[Any, c.Event]] = [
     (CleanedAck("s1", 1, 6, "ear"), c.Cleaned(1, 6, "ear")),
     (CleanupFailedAck("s1", 1, 6, 2, "ear", True, "no"), c.CleanupFailed(1, 6, 2, "ear", True, "no")),
     (RequestFailedAck("s1", 1, 3, "ear", "no"), c.RequestFailed(1, 3, "ear", "no")),
-    (RetryCleanups("s1"), c.RetryNow()),
+    (AuditAck("s1", 1, "ear", 0, (3, 4), True), c.Audited("ear", 0, 1, (3, 4), True)),
 ]
-READERS = pytest.mark.parametrize("read", [decode_ack, decode_submission, decode_abort])
+READERS = pytest.mark.parametrize("read", [decode_ack, decode_submission, decode_abort, decode_order])
 
 
 @pytest.mark.parametrize(("ack", "event"), ACKS)
@@ -65,7 +66,7 @@ def test_an_ack_is_an_event_of_its_session(ack: Any, event: c.Event) -> None:
 
 def test_every_kind_of_ack_has_a_tag_of_its_own() -> None:
     tags = [msgspec.msgpack.decode(encode(ack))[0] for ack, _ in ACKS]
-    assert tags == [1, 2, 3, 4, 5, 6]
+    assert tags == [1, 2, 3, 4, 5, 7]  # 6 was an order's
 
 
 def test_submissions_and_aborts_are_short_arrays_that_read_the_same() -> None:

@@ -99,6 +99,9 @@ class StageBed:
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         assert self._task is not None
+        if self.worker.is_leaving:
+            # Cut short while it closes its connections, it would leave some of them open.
+            await asyncio.wait({self._task}, timeout=PATIENCE_S)
         if not self._task.done():
             self._task.cancel()
         with contextlib.suppress(asyncio.CancelledError):

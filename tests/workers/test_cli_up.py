@@ -125,7 +125,7 @@ def test_a_stage_that_can_never_start_ends_it_with_the_reason(tmp_path: Path) ->
     file.write_text(f"partitions: {PARTITIONS}\nstages: [{{name: owl, engine: 'tests.no_such:Owl'}}]\n")
     with Bargein("up", "--port", "0", pipeline=file) as up:
         assert up.process.wait(20) == 2, up.log
-        assert "owl     | bargein: engine 'tests.no_such:Owl': there is no module" in up.log
+        assert "owl         | bargein: engine 'tests.no_such:Owl': there is no module" in up.log
         assert up.log.splitlines()[-1] == "bargein: owl can't run with this configuration; see above"
 
 

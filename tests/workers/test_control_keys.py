@@ -11,7 +11,7 @@ import pytest
 from control.core.requests import request_id
 from control.core.session import Phase
 from control.store import keys
-from control.store.commits import Batch
+from control.store.commits import COMMANDS_KEY, Batch
 from control.store.keys import FIXED_TYPES, PartitionKeys
 from control.store.publishing import Published
 from control.wire.stage import AcceptedAck, encode
@@ -93,7 +93,7 @@ async def test_i11_an_entry_that_cannot_be_committed_is_set_aside_and_the_rest_g
                 bad = (await bed.redis.xrevrange(poisonous.keys.commands, count=1))[0][0].decode()
             for caller in others:
                 sent[caller].append(await caller.append())
-        refuse_to_commit(monkeypatch, lambda batch: bad in batch._commands)
+        refuse_to_commit(monkeypatch, lambda batch: bad in batch._done[COMMANDS_KEY])
         worker.gate.set()
         for caller in others:
             await caller.reply(sent[caller][-1])

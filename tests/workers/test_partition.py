@@ -14,7 +14,7 @@ from control.core import effects as e
 from control.core.fence import Fence
 from control.core.scene import Settings
 from control.core.session import Phase, Session
-from control.store.commits import ACKS_KEY, Batch
+from control.store.commits import ACKS_KEY, COMMANDS_KEY, Batch
 from control.store.keys import PartitionKeys
 from control.wire.commands import Received
 from control.wire.events import decode_event
@@ -110,7 +110,7 @@ class Bench:
         self.ack(c.Accepted(0, under_way.number))
 
     def ack(self, event: c.Event) -> None:
-        self.partition.take_ack(ACKS_KEY, f"{self.now_ms}-{next(_numbers)}", SID, event, self.now_ms)
+        self.partition.take_word(ACKS_KEY, f"{self.now_ms}-{next(_numbers)}", SID, event, self.now_ms)
 
     def commit(self) -> Batch:
         """Take the batch as committed, and note what it says."""
@@ -162,11 +162,11 @@ def test_i5_appends_wait_for_the_one_under_way_and_go_on_in_order() -> None:
 def test_i4_an_input_is_deleted_by_the_commit_that_decides_it_and_not_while_it_waits() -> None:
     bench = Bench().opened()
     first, second = bench.append(), bench.append()
-    assert bench.commit()._commands == [first]
+    assert bench.commit()._done[COMMANDS_KEY] == [first]
     bench.accept()
     batch = bench.commit()
-    assert batch._commands == [second]
-    assert len(batch._acks) == 1
+    assert batch._done[COMMANDS_KEY] == [second]
+    assert len(batch._done[ACKS_KEY]) == 1
 
 
 def test_i7_a_rejected_append_lets_the_next_one_go_on_with_its_number() -> None:
@@ -310,7 +310,7 @@ def test_i4_a_waiting_command_that_is_sent_again_is_answered_once() -> None:
     bench.append()
     waiting = bench.append()
     again = bench.append(control_id=waiting)
-    assert again in bench.commit()._commands, "the copy goes"
+    assert again in bench.commit()._done[COMMANDS_KEY], "the copy goes"
     bench.accept()
     bench.accept()
     assert [control_id for control_id, _ in bench.replies()].count(waiting) == 1

@@ -86,22 +86,24 @@ def plainly(command: Callable[P, R]) -> Callable[P, R]:
 
 
 @asynccontextmanager
-async def connected(settings: Settings) -> AsyncGenerator[Redis]:
-    """A client for a few questions. Whatever goes wrong with Redis inside ends as one clear line."""
-    access = open_access(settings.redis, timeout_s=SOCKET_TIMEOUT_S, name="bargein-cli")
+async def connected(settings: Settings, *, jobs: bool = False) -> AsyncGenerator[Redis]:
+    """A client for a few questions. `jobs`: of the jobs' server. What goes wrong with Redis inside ends as one line."""
+    url, address = (settings.jobs, settings.jobs_address) if jobs else (settings.redis, settings.address)
+    variable = "BARGEIN_JOBS_URL" if jobs and settings.jobs_url is not None else "BARGEIN_REDIS_URL"
+    access = open_access(url, timeout_s=SOCKET_TIMEOUT_S, name="bargein-cli")
     try:
         yield access.redis
     except BrokenPipeError:
         raise  # whoever read our output has gone, not Redis: that would be redis-py's own error
     except (AuthenticationError, AuthorizationError, NoPermissionError) as error:
-        message = f"Redis at {settings.address} refuses the credentials: {error}. Check the user and password"
+        message = f"Redis at {address} refuses the credentials: {error}. Check the user and password"
         raise Unusable(message) from None
     except LOST as error:
         raise Unusable(
-            f"Redis at {settings.address} can't be reached: {str(error).rstrip('.') or type(error).__name__}. "
-            "Start it, or set BARGEIN_REDIS_URL; `bargein up` brings one along"
+            f"Redis at {address} can't be reached: {str(error).rstrip('.') or type(error).__name__}. "
+            f"Start it, or set {variable}; `bargein up` brings one along"
         ) from None
     except RedisError as error:
-        raise Unusable(f"Redis at {settings.address} answers: {error}") from None
+        raise Unusable(f"Redis at {address} answers: {error}") from None
     finally:
         await access.close()

@@ -24,12 +24,13 @@ class Entry(NamedTuple):
     panel: str
 
 
-RUN, SPEAK, LOOK = "Run", "Speak with a session", "Look"
+RUN, SPEAK, LOOK, ACT = "Run", "Speak with a session", "Look", "Act"
 
 COMMANDS = {
     "up": Entry("workers.cli.up:up", "Everything at once on a server of its own, for development.", RUN),
     "control": Entry("workers.cli.run:control", "A control worker: owns partitions and decides.", RUN),
     "stage": Entry("workers.cli.run:stage", "A stage worker: runs one stage's engine.", RUN),
+    "maintenance": Entry("workers.cli.run:maintenance", "Upkeep, and the operators' jobs.", RUN),
     "demo": Entry("workers.demo.cli:demo", "A conversation with interruptions, from a WAV file.", RUN),
     "send": Entry("workers.cli.send:send", "Send commands as JSON and wait for their replies.", SPEAK),
     "tail": Entry("workers.cli.tail:tail", "Follow a session's events.", SPEAK),
@@ -37,6 +38,9 @@ COMMANDS = {
     "cleanups": Entry("workers.cli.look:cleanups", "The pending cleanups, oldest first.", LOOK),
     "workers": Entry("workers.cli.look:workers", "The control workers and stage workers.", LOOK),
     "partitions": Entry("workers.cli.look:partitions", "The partitions: owner, lease, backlog.", LOOK),
+    "drain": Entry("workers.cli.jobs:drain", "Empty a stage worker: no new sessions, the others end in time.", ACT),
+    "close": Entry("workers.cli.jobs:close", "End the sessions that fulfil some conditions.", ACT),
+    "jobs": Entry("workers.cli.jobs:app", "The jobs that drain and close have begun.", ACT),
     "config": Entry("workers.cli.config:app", "Check a pipeline file; show the settings.", LOOK),
 }
 

@@ -23,6 +23,22 @@ PasswordFile = Annotated[
         show_default=False,
     ),
 ]
+JobsUrl = Annotated[
+    str | None,
+    typer.Option(
+        "--jobs-url",
+        help="Where the jobs are, without a password; not a cluster. Else BARGEIN_JOBS_URL, else with the sessions",
+        show_default=False,
+    ),
+]
+JobsPasswordFile = Annotated[
+    Path | None,
+    typer.Option(
+        "--jobs-password-file",
+        help="A file with the password of that Redis. Else BARGEIN_JOBS_PASSWORD_FILE",
+        show_default=False,
+    ),
+]
 PipelineFile = Annotated[
     Path | None,
     typer.Option(

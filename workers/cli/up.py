@@ -1,4 +1,4 @@
-"""`bargein up`: a server, a control worker and one stage worker a stage, for development.
+"""`bargein up`: a server, a control worker, one stage worker a stage, and maintenance, for development.
 
 Responsible for which processes there are, for saying when all of them are ready, and for the order of the end: first
 the stages, while somebody still confirms their cleanups, then the control worker, then the server. Leaves one child to
@@ -93,7 +93,7 @@ class _Everything:
         self._pipeline = pipeline
         self._server = server
         self._console = make_console(stderr=True)
-        self._names = ["control", *(stage.name for stage in pipeline.stages)]
+        self._names = ["control", *(stage.name for stage in pipeline.stages), "maintenance"]
         self._told = asyncio.Event()
         self._children: list[Child] = []
         self._tasks: list[asyncio.Task[None]] = []
@@ -138,7 +138,8 @@ class _Everything:
             Child(stage.name, ["stage", "--stage", stage.name], environment, self._say)
             for stage in self._pipeline.stages
         ]
-        return [Child("control", ["control"], environment, self._say), *stages]
+        control, maintenance = (Child(name, [name], environment, self._say) for name in ("control", "maintenance"))
+        return [control, *stages, maintenance]
 
     def _on_signal(self, number: signal.Signals) -> None:
         if self._told.is_set():
@@ -183,9 +184,9 @@ class _Everything:
                 await asyncio.to_thread(self._server.restart)
 
     async def _end(self) -> None:
-        stages, control = self._children[1:], self._children[:1]
+        others, control = self._children[1:], self._children[:1]
         with _status(self._console, "stopping"):
-            for some in (stages, control):
+            for some in (others, control):
                 for child in some:
                     child.stop()
                 tasks = [task for child, task in zip(self._children, self._tasks, strict=True) if child in some]

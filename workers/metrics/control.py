@@ -81,6 +81,7 @@ class ControlMetrics:
             families.put_histogram(d.COMMAND_SECONDS, stats.latency[op], op)
         families.put(d.INPUTS, stats.commands, "commands")
         families.put(d.INPUTS, stats.acks, "acks")
+        families.put(d.INPUTS, stats.orders, "orders")
         families.put(d.COMMITS, stats.commits, "committed")
         families.put(d.COMMITS, stats.refused_commits, "refused")
         families.put(d.MISSING, stats.missing_entries)

@@ -6,20 +6,20 @@ workers to `declared_stage.py`, the table of all to `table.py`. Pure.
 
 from __future__ import annotations
 
-from workers.metrics.metric import BOTH, Metric
+from workers.metrics.metric import ALL, Metric
 
 # ---- every process
 
-BUILD_INFO = Metric("bargein_build_info", "gauge", "1", "Always 1; what runs here.", ("role", "version"), BOTH)
-READY = Metric("bargein_ready", "gauge", "0 or 1", "Whether /readyz says yes.", (), BOTH)
-CHECK = Metric("bargein_ready_check", "gauge", "0 or 1", "Each of the checks behind /readyz.", ("check",), BOTH)
+BUILD_INFO = Metric("bargein_build_info", "gauge", "1", "Always 1; what runs here.", ("role", "version"), ALL)
+READY = Metric("bargein_ready", "gauge", "0 or 1", "Whether /readyz says yes.", (), ALL)
+CHECK = Metric("bargein_ready_check", "gauge", "0 or 1", "Each of the checks behind /readyz.", ("check",), ALL)
 LOOP_LAG = Metric(
     "bargein_event_loop_lag_seconds",
     "gauge",
     "seconds",
     "How late the event loop is now, or was at its worst within the last ten seconds; whatever it does waits for that.",
     (),
-    BOTH,
+    ALL,
 )
 REDIS_ERRORS = Metric(
     "bargein_redis_errors_total",
@@ -27,10 +27,10 @@ REDIS_ERRORS = Metric(
     "answers",
     "Error answers of Redis that made a part try again.",
     ("part",),
-    BOTH,
+    ALL,
 )
 REDIS_RECONNECTS = Metric(
-    "bargein_redis_reconnects_total", "counter", "connections", "Connections lost, and opened again.", ("part",), BOTH
+    "bargein_redis_reconnects_total", "counter", "connections", "Connections lost, and opened again.", ("part",), ALL
 )
 
 # ---- control workers: what they decide

@@ -75,11 +75,11 @@ def check_control(worker: ControlWorker, pulse: Pulse, sampler: Sampler, within_
     share = worker.ownership.share
     leaving = any(owner.is_stopping for owner in owners)
     return [
-        _within("event_loop", now_s - pulse.beat_s, within_s),
-        _within("owner_loops", now_s - turned_s, within_s),
-        _within("ownership", now_s - worker.ownership.rounded_s, within_s),
-        _within("observer", now_s - worker.observer.looked_s, within_s),
-        _within("redis_writes", now_s - sampler.written_s, within_s),
+        within("event_loop", now_s - pulse.beat_s, within_s),
+        within("owner_loops", now_s - turned_s, within_s),
+        within("ownership", now_s - worker.ownership.rounded_s, within_s),
+        within("observer", now_s - worker.observer.looked_s, within_s),
+        within("redis_writes", now_s - sampler.written_s, within_s),
         Check(
             "partitions", owned > 0 or share == 0, f"owns {owned}, should own {share}", "owns one, or should own none"
         ),
@@ -96,20 +96,21 @@ def check_stage(
     if worker.is_leaving or (progress is not None and progress.draining):
         serves = "leaving"
     checks = [
-        _within("event_loop", now_s - pulse.beat_s, within_s),
+        within("event_loop", now_s - pulse.beat_s, within_s),
         Check("life", serves == "serves", serves, "serves"),
     ]
     if progress is not None:
         healthy = "healthy" if progress.is_healthy else "not healthy"
         checks += [
             Check("engine", progress.is_healthy, healthy, "healthy"),
-            _within("heartbeat", now_s - progress.beaten_s, progress.limit_s),
-            _within("queues", now_s - progress.read_s, progress.limit_s),
+            within("heartbeat", now_s - progress.beaten_s, progress.limit_s),
+            within("queues", now_s - progress.read_s, progress.limit_s),
         ]
     return checks
 
 
-def _within(name: str, age_s: float, bound_s: float) -> Check:
+def within(name: str, age_s: float, bound_s: float) -> Check:
+    """A check that something was done lately."""
     # JSON has no infinity.
     value = round(max(0.0, age_s), 3) if age_s != float("inf") else "never"
     return Check(name, age_s <= bound_s, value, bound_s)

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
-from workers.metrics import declared, declared_stage
+from workers.metrics import declared, declared_maintenance, declared_stage
 from workers.metrics.metric import LABELS, Metric
 
 METRICS: tuple[Metric, ...] = tuple(
-    value for module in (declared, declared_stage) for value in vars(module).values() if isinstance(value, Metric)
+    value
+    for module in (declared, declared_stage, declared_maintenance)
+    for value in vars(module).values()
+    if isinstance(value, Metric)
 )
 """All of them, in the order of their declarations."""
 

@@ -1,4 +1,4 @@
-"""Every way for a session to end: close, expiry, a failed request, a lost stage, poison.
+"""Every way for a session to end: close, expiry, a failed request, a lost stage, an operator, poison.
 
 Responsible for S6, S8, S12, S13 and I10. Leaves the cleanup and the terminal event to `release.py`. Pure.
 """
@@ -30,7 +30,7 @@ from control.core.rules.turn import interruption
 from control.core.session import is_busy
 
 if TYPE_CHECKING:
-    from control.core.commands import Close, Command, Due, Poisoned, RequestFailed, StageLost
+    from control.core.commands import Close, Command, Dismissed, Due, Poisoned, RequestFailed, StageLost
     from control.core.scene import Scene
     from control.core.session import Session
 
@@ -104,6 +104,13 @@ def lose_stage(scene: Scene, session: Session, event: StageLost) -> Decision:
     if event.worker_id not in session.route:
         return Decision(session)
     return end(scene, session, STAGE_LOST, lost=event.worker_id)
+
+
+def dismiss(scene: Scene, session: Session, event: Dismissed) -> Decision:
+    """An operator ends the session. An order that is for a former life, or comes twice, finds nothing to end (S62)."""
+    if event.incarnation != session.fence.incarnation:
+        return Decision(session)
+    return end(scene, session, event.reason)
 
 
 def end_poisoned(scene: Scene, session: Session, event: Poisoned) -> Decision:  # noqa: ARG001

@@ -5,8 +5,9 @@
 -- sections, one Redis call a section where that is possible: calls are what a commit costs.
 --
 -- KEYS   1 owner, 2 commands, 3 acks, 4 dead, 5 sessions, 6 fences, 7 cleanups, 8 deadlines, 9 marks, 10 heard,
---        11 outputs, 12 strangers, 13 fenced, then the sessions' and workers' keys that the sections name by position
--- ARGV   1 token, 2 revision decided on, 3 half of an events stream's allowed bytes, 4 types of KEYS 14.. (a letter
+--        11 outputs, 12 strangers, 13 fenced, 14 orders, then the sessions' and workers' keys that the sections name by
+--        position
+-- ARGV   1 token, 2 revision decided on, 3 half of an events stream's allowed bytes, 4 types of KEYS 15.. (a letter
 --        each: s stream, l list), then the sections, each a count and that many groups:
 --        guards      session, heard (ms)         refuse if an output was delivered after that
 --        sources     command id                  refuse if somebody has deleted it: its payload is gone (S55)
@@ -23,8 +24,8 @@
 --        strangers   session, stream, body       replies to ids without a session: bounded in number and time
 --        ends        session, events, answers
 --        released    request id
---        dead        stream (2 or 3), entry id, reason, 1 if its body may hold a token: it is not kept then
---        commands    entry id                    acks        entry id         inputs to delete
+--        dead        stream (2, 3 or 14), entry id, reason, 1 if its body may hold a token: it is not kept then
+--        commands    entry id                    acks        entry id         orders      entry id   inputs to delete
 -- returns { status, revision, server time in ms, detail }; the statuses are `CommitStatus` in commits.py
 -- Keeps I1, I4, I5, I6.
 
@@ -33,8 +34,9 @@ local EVENTS_KEPT, ENDED_MS = 64, 300000
 local STRANGERS_KEPT, STRANGER_MS, STRANGER_EVENTS = 1000, 60000, 64
 local DEAD_KEPT, DEAD_BYTES = 10000, 4096
 local FENCED_MS = 86400000
-local FIXED, CHUNK = 13, 4000
+local FIXED, CHUNK = 14, 4000
 local TYPES = {s = 'stream', l = 'list'}
+local STREAMS = {['2'] = 'commands', ['3'] = 'acks', ['14'] = 'orders'}
 
 local time = redis.call('TIME')
 local now_ms = tonumber(time[1]) * 1000 + math.floor(tonumber(time[2]) / 1000)
@@ -199,7 +201,7 @@ for i = from, to, 4 do
     if fields[f] == 'b' then body = string.sub(fields[f + 1], 1, DEAD_BYTES) end
   end
   redis.call('XADD', KEYS[4], 'MAXLEN', '~', DEAD_KEPT, '*', 'reason', ARGV[i + 2],
-    'stream', ARGV[i] == '2' and 'commands' or 'acks', 'entry', ARGV[i + 1], 'b', body)
+    'stream', STREAMS[ARGV[i]], 'entry', ARGV[i + 1], 'b', body)
   redis.call('XDEL', KEYS[tonumber(ARGV[i])], ARGV[i + 1])
 end
 
@@ -207,5 +209,7 @@ from, to = section(1)
 call_with('XDEL', KEYS[2], from, to)
 from, to = section(1)
 call_with('XDEL', KEYS[3], from, to)
+from, to = section(1)
+call_with('XDEL', KEYS[14], from, to)
 
 return {COMMITTED, revision + 1, now_ms, ''}

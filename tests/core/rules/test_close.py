@@ -20,6 +20,7 @@ ENDS: dict[str, tuple[Any, str, str]] = {
     "gone": (lambda call: (call.touch("detach"), call.wait_ms(20_000)), "expired", "disconnect_grace_expired"),
     "failed": (lambda call: call.feed(c.RequestFailed(1, 0, "ear", "no")), "closed", "request_failed"),
     "lost": (lambda call: call.feed(c.StageLost("ear")), "closed", "stage_lost"),
+    "dismissed": (lambda call: call.feed(c.Dismissed(1, "worker_drained")), "closed", "worker_drained"),
     "poisoned": (lambda call: call.feed(c.Poisoned("no")), "closed", "command_failed"),
 }
 
@@ -391,3 +392,20 @@ def test_the_first_word_of_a_stages_loss_names_the_worker(make: Any) -> None:
     assert [(event.reason, event.worker_id) for event in told] == [("stage_lost", "ear")]
     ordinary = make().close()
     assert [effect.lifecycle.worker_id for effect in ordinary.all(e.Announce)] == [None]
+
+
+@pytest.mark.parametrize("incarnation", [0, 2])
+def test_s62_an_order_to_end_another_life_ends_nothing(incarnation: int) -> None:
+    call = talking()
+    before = call.session
+    call.feed(c.Dismissed(incarnation, "worker_drained"))
+    assert call.session is before
+    assert call.words[-1].decision.effects == ()
+
+
+def test_s62_an_order_to_end_that_comes_twice_has_one_effect() -> None:
+    call = talking()
+    for _ in range(2):
+        call.feed(c.Dismissed(1, "worker_drained"))
+    assert call.words[-1].decision.effects == ()
+    assert [x.event for x in call.lifecycle].count("closing") == 1

@@ -91,9 +91,14 @@ def test_up_gives_every_process_a_free_port_and_says_which(tmp_path: Path) -> No
     with Bargein("up", "--port", "0", "--dir", str(tmp_path)) as process:
         assert process.says("ready, on", 60), process.log
         urls = re.findall(r"metrics on (http://\S+/metrics)", process.log)
-        assert len(set(urls)) == 3
+        assert len(set(urls)) == 4
         roles = [next(iter(scrape(url).nonzero("bargein_build_info"))) for url in urls]
-        assert sorted(role.partition(",")[0] for role in roles) == ["role=control", "role=stage", "role=stage"]
+        assert sorted(role.partition(",")[0] for role in roles) == [
+            "role=control",
+            "role=maintenance",
+            "role=stage",
+            "role=stage",
+        ]
         assert process.end(within_s=60) == 0
 
 

@@ -1,0 +1,1 @@
+"""Upkeep and the operators' long jobs. They give orders to the owners and never write a session themselves."""
