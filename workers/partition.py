@@ -183,6 +183,7 @@ class Partition:
                 self._batch.discard(session_id)
             else:
                 self._arm(session_id, now_ms)
+                self._batch.set_deadline(session_id, now_ms)
         else:
             self.tell(session_id, event, now_ms)
 

@@ -310,6 +310,8 @@ def test_a_producer_cannot_forge_a_confirmation(guarded: GuardedServer) -> None:
         producer.xadd(KEYS.commands, {"b": "{}"})
         assert_refused(
             producer,
+            ("XADD", KEYS.orders, "*", "b", "dismiss"),
+            ("SET", keys.worker_drain("thinker-1"), "1"),
             ("XADD", KEYS.acks, "*", "b", "cleaned"),
             ("XADD", KEYS.events("call"), "*", "t", "reply", "n", "1", "b", "ok"),
             ("XADD", KEYS.submissions("thinker-1"), "*", "b", "x", "p", ""),
@@ -399,6 +401,8 @@ def test_a_stage_cannot_write_commands_sessions_or_the_owner(guarded: GuardedSer
     with guarded.client_of("stage") as stage:
         assert_refused(
             stage,
+            ("XADD", KEYS.orders, "*", "b", "dismiss"),
+            ("SET", keys.worker_drain("thinker-1"), "1"),
             ("XADD", KEYS.commands, "*", "b", "{}"),
             ("XDEL", KEYS.commands, "1-0"),
             ("HSET", KEYS.owner, "token", "9:x"),
@@ -428,7 +432,7 @@ def test_a_stage_can_name_a_fence_in_a_script_and_not_change_it(guarded: Guarded
                 stage.eval("return redis.call('HSET', KEYS[1], 'a', 'b')", 1, key)
         commit = script("commit")
         with pytest.raises(ResponseError):
-            stage.eval(commit.text, 13, *[KEYS.owner] * 13)
+            stage.eval(commit.text, 14, *[KEYS.owner] * 14)
 
 
 # ---- those who look
@@ -471,9 +475,13 @@ def test_maintenance_clears_away_and_cannot_decide(guarded: GuardedServer) -> No
         assert maintenance.xtrim(KEYS.dead, maxlen=0) == 1
         assert maintenance.unlink(KEYS.submissions("thinker-1")) == 1
         maintenance.xadd(KEYS.commands, {"b": "{}"})
+        maintenance.xadd(KEYS.orders, {"b": "x"})
+        maintenance.set(keys.worker_drain("thinker-1"), "1")
         assert_refused(
             maintenance,
             ("XADD", KEYS.acks, "*", "b", "x"),
+            ("XDEL", KEYS.orders, "1-0"),
+            ("HSET", keys.worker_state("thinker-1"), "state", "dead"),
             ("XADD", KEYS.events("call"), "*", "t", "reply"),
             ("UNLINK", KEYS.commands),
             ("HDEL", keys.worker_slots("thinker-1"), "call"),

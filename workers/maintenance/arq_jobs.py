@@ -43,8 +43,10 @@ log = logging.getLogger("bargein.maintenance")
 QUEUE = "arq:bargein"
 RESUME = "resume_jobs"
 STEP_S = 0.5
-# A try is short, so that what a killed process held is free again soon: arq's lock on it outlives the time-out by 10 s.
-TRY_S, TIMEOUT_S = 20.0, 60.0
+# A try is short, and so is arq's lock on a job: what a killed process held, or one that lost its server, is free soon.
+TRY_S, TIMEOUT_S, LOCK_S = 10.0, 20.0, 30.0
+# Two processes at one duty do no harm (S62).
+DUTY_TIMEOUT_S = 600.0
 EXPIRES_S = 7 * 86_400
 RETRY_S = (0.5, 10.0)
 _ENDLESS = 10**9
@@ -119,7 +121,14 @@ class Runner:
         worker = _Worker(
             functions=[func(cast("Any", self._run_job), name="run_job", max_tries=_ENDLESS, keep_result=0)],
             cron_jobs=[
-                cron(cast("Any", self._on_duty(duty)), name=duty.name, keep_result=0, max_tries=1, **duty.when)
+                cron(
+                    cast("Any", self._on_duty(duty)),
+                    name=duty.name,
+                    timeout=DUTY_TIMEOUT_S,
+                    keep_result=0,
+                    max_tries=1,
+                    **duty.when,
+                )
                 for duty in self.duties
             ],
             redis_pool=queue,
@@ -132,6 +141,7 @@ class Runner:
             health_check_interval=10,
         )
         worker.polled = self._note_poll
+        worker.in_progress_timeout_s = LOCK_S  # else the longest time-out of all
         working = asyncio.ensure_future(worker.main())
         told = asyncio.ensure_future(self._stopping.wait())
         try:

@@ -54,7 +54,12 @@ class Duty:
 async def prune_dead_letters(site: Site) -> int:
     """Dead letters older than a week go; how many."""
     oldest = f"{await fetch_now_ms(site.redis) - DEAD_LETTERS_KEPT_MS}-0"
-    return sum([int(await site.redis.xtrim(PartitionKeys(p).dead, minid=oldest)) for p in range(site.partitions)])
+    return sum(
+        [
+            int(await site.redis.xtrim(PartitionKeys(p).dead, minid=oldest, approximate=False))
+            for p in range(site.partitions)
+        ]
+    )
 
 
 async def reconcile_slots(site: Site) -> int:
@@ -133,7 +138,7 @@ async def _find_fenced(site: Site) -> set[str]:
 
 
 async def _find_undue(redis: Redis, known: PartitionKeys, names: list[str]) -> list[str]:
-    """Those of the sessions that have something to wait for and no deadline, or a tombstone's long past."""
+    """Those of the sessions that have something to wait for and no deadline, and tombstones that should be gone."""
     (dues,) = await ask(redis, [("ZMSCORE", known.deadlines, *names)])
     if dues is None:
         return []
@@ -143,7 +148,7 @@ async def _find_undue(redis: Redis, known: PartitionKeys, names: list[str]) -> l
         if session is None:
             continue
         waits = session.phase is not Phase.OPEN or bool(session.debts) or session.append is not None
-        late = due is not None and session.phase is Phase.VACANT and now_ms - int(float(due)) > OVERDUE_MS
+        late = session.phase is Phase.VACANT and session.is_forgettable(now_ms - OVERDUE_MS)
         if late or (due is None and waits):
             undue.append(name)
     return undue
