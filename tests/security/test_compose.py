@@ -20,7 +20,15 @@ if TYPE_CHECKING:
 
 COMPOSE: dict[str, Any] = yaml.safe_load((ROOT / "compose.yaml").read_text())
 SERVICES: dict[str, Any] = COMPOSE["services"]
-EXPECTED = {"control": "control", "thinker": "stage", "voice": "stage", "cli": "observer", "producer": "producer"}
+EXPECTED = {
+    "control": "control",
+    "thinker": "stage",
+    "voice": "stage",
+    "maintenance": "maintenance",
+    "cli": "observer",
+    "operator": "maintenance",
+    "producer": "producer",
+}
 
 
 def test_every_process_has_the_password_of_its_role_and_no_other() -> None:

@@ -195,3 +195,33 @@ def test_a_misspelt_variable_is_pointed_out_and_others_are_not() -> None:
 def test_an_address_for_people_keeps_only_the_place() -> None:
     assert public_url("rediss://me:hush@host:1/2?ssl_keyfile=x#y") == "rediss://host:1/2"
     assert public_url("unix://:hush@/run/redis.sock?db=1") == "unix:///run/redis.sock"
+
+
+def test_the_jobs_are_with_the_sessions_unless_they_have_a_server_of_their_own(tmp_path: Path) -> None:
+    file = tmp_path / "secret"
+    file.write_text("s3cret\n")
+    together = load_settings(redis_url="redis://me@a:1/0", redis_password_file=file)
+    assert together.jobs == together.redis == "redis://me:s3cret@a:1/0"
+    assert together.jobs_address == "redis://a:1/0"
+    apart = load_settings(redis_url="redis://a:1/0", jobs_url="redis://me@b:2/0", jobs_password_file=file)
+    assert (apart.redis, apart.jobs) == ("redis://a:1/0", "redis://me:s3cret@b:2/0")
+    assert apart.jobs_address == "redis://b:2/0"
+
+
+def test_the_jobs_can_not_be_on_a_cluster_and_may_be_behind_sentinels() -> None:
+    with pytest.raises(SettingsError, match="the queue of jobs can't be on a cluster; name a single server"):
+        _ = load_settings(redis_url="redis+cluster://a:1").jobs
+    beside = load_settings(redis_url="redis+cluster://a:1", jobs_url="redis+sentinel://b:2/jobs")
+    assert beside.jobs == "redis+sentinel://b:2/jobs"
+    with pytest.raises(SettingsError, match="BARGEIN_JOBS_URL"):
+        load_settings(jobs_url="http://b")
+
+
+def test_a_password_of_jobs_that_have_no_server_is_a_mistake(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    file = tmp_path / "secret"
+    file.write_text("s3cret")
+    with pytest.raises(SettingsError, match="without BARGEIN_JOBS_URL it is for nothing"):
+        _ = load_settings(jobs_password_file=file).jobs
+    monkeypatch.setenv("BARGEIN_JOBS_URL", "redis://u:p@b:1")
+    with pytest.raises(SettingsError, match="in BARGEIN_JOBS_URL already"):
+        _ = load_settings(jobs_password_file=file).jobs

@@ -99,6 +99,8 @@ def show(
 def _rows(settings: Settings, flags: Mapping[str, Any], environ: Mapping[str, str]) -> dict[str, dict[str, Any]]:
     """Each setting's value, secrets left out, and its origin: `flag`, `environment` or `default`."""
     shown: dict[str, Any] = {"redis_url": settings.address, "pipeline": str(settings.pipeline_path)}
+    if settings.jobs_url is not None:
+        shown["jobs_url"] = settings.jobs_address
     rows: dict[str, dict[str, Any]] = {}
     for name in type(settings).model_fields:
         value = shown.get(name, getattr(settings, name))
