@@ -64,6 +64,7 @@ class Account:
     ended: set[int] = field(default_factory=set)
     opened: set[int] = field(default_factory=set)
     lost: set[tuple[int, int]] = field(default_factory=set)
+    dismissed: set[int] = field(default_factory=set)
     unheard: list[str] = field(default_factory=list)
     waiters: list[asyncio.Future[None]] = field(default_factory=list)
 

@@ -65,7 +65,7 @@ def _find_living(world: World) -> set[str]:
 def _find_in_partition(world: World, known: PartitionKeys, *, lossy: bool) -> list[Found]:
     peek = world.server.store.peek
     found: list[Found] = []
-    for name in (known.commands, known.acks):
+    for name in (known.commands, known.acks, known.orders):
         length = len(peek(name.encode()) or ())
         if length:
             found.append(("liveness", name, f"{length} entries are left"))

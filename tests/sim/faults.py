@@ -6,11 +6,19 @@ faults to `plan.py`. Everything is over by `CALM_S`: who was killed comes back, 
 
 from __future__ import annotations
 
+import asyncio
+import contextlib
 from typing import TYPE_CHECKING, Any
 
+from control.store import keys
+from control.store.commits import decode_session
+from control.store.keys import PartitionKeys, partition_of
+from control.wire.orders import DismissOrder, encode_order
+from tests.sim.client import Client
 from tests.sim.loop import STARTS_S
 from tests.sim.network import Cut, role_of
 from tests.sim.plan import CALM_S
+from tests.sim.values import Failure
 
 if TYPE_CHECKING:
     from tests.sim.plan import Item
@@ -19,6 +27,7 @@ if TYPE_CHECKING:
 LOSS_S = 1.0
 SLOWEST_DEATH_S = 0.5
 BACK_S = 0.2
+OPERATOR = "operator"
 
 
 class Faults:
@@ -120,6 +129,44 @@ class Faults:
         self._world.network.isolate(process, self._end_s(item))
         assert role_of(process) == item.who
 
+    # Operators.
+
+    def _dismiss(self, item: Item) -> None:
+        self._world.start(self._order_end(item))
+        if item.more["again_s"] is not None:
+            self._at(self._world.loop.now_s + item.more["again_s"], lambda: self._world.start(self._order_end(item)))
+
+    async def _order_end(self, item: Item) -> None:
+        """End the life that the session has now, or its former one."""
+        world, name = self._world, item.who
+        known = PartitionKeys(partition_of(name, world.plan.pipeline.partitions))
+        state = (world.server.store.peek(known.sessions.encode()) or {}).get(name.encode())
+        incarnation = 0 if state is None else decode_session(state, None).fence.incarnation
+        incarnation = max(0, incarnation - item.more["back"])
+        world.traffic.accounts[name].dismissed.add(incarnation)
+        order = encode_order(DismissOrder(name, incarnation, "operator_close"))
+        with contextlib.suppress(ConnectionError, Failure):
+            await Client(world, OPERATOR).call(b"XADD", known.orders.encode(), b"*", b"b", order)
+
+    def _drain(self, item: Item) -> None:
+        roles = self._world.life_roles
+        for raw in self._world.server.store.peek(keys.STAGES.encode()) or {}:
+            if roles.get(raw.decode()) == item.who:
+                self._pending += 1
+                self._world.start(self._empty(raw.decode(), self._end_s(item)))
+
+    async def _empty(self, worker_id: str, until_s: float) -> None:
+        client, name = Client(self._world, OPERATOR), keys.worker_drain(worker_id).encode()
+        with contextlib.suppress(ConnectionError, Failure):
+            await client.call(b"SET", name, b"1")
+        await asyncio.sleep(until_s - self._world.loop.now_s)
+        while True:
+            with contextlib.suppress(ConnectionError, Failure):
+                await client.call(b"UNLINK", name)
+                break
+            await asyncio.sleep(BACK_S)
+        self._pending -= 1
+
     # The server.
 
     def _take_snapshot(self, item: Item) -> None:
@@ -138,9 +185,9 @@ class Faults:
 
     def _full(self, item: Item) -> None:
         self._world.server.full = True
-        self._at(self._end_s(item), self._drain)
+        self._at(self._end_s(item), self._make_room)
 
-    def _drain(self) -> None:
+    def _make_room(self) -> None:
         self._world.server.full = False
 
     def _forget_scripts(self, item: Item) -> None:

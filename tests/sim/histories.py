@@ -171,6 +171,8 @@ def _is_right(account: Account, world: World, life: int, reason: str) -> bool:
             return world.plan.pipeline.session.idle_ttl_s is not None
         case "disconnect_grace_expired":
             return any(each.op == "touch" for each in sent)
+        case "operator_close":
+            return life in account.dismissed
         case "command_failed":
             return sum(fault.kind == "kill" for fault in world.plan.faults) >= 3
         case _:

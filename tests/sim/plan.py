@@ -24,11 +24,11 @@ SCRIPTS_OF = {
 TROUBLES = frozenset({"stuck", "stubborn", "silent", "refuse", "slow", "broken", "fail", "die", "drawl"})
 THEMES = {
     "mixed": "kill kill kill pause pause cut cut cut cut stall isolate leave join server_restart server_restart full "
-    "forget_scripts flush stuck stuck stubborn silent refuse slow broken fail die",
-    "ownership": "kill kill pause pause pause pause stall stall isolate leave join cut cut cut",
-    "network": "cut cut cut cut cut cut stall stall isolate full forget_scripts stuck",
-    "stages": "kill kill pause pause isolate stall leave stuck stuck silent die fail broken cut cut",
-    "server": "server_restart server_restart server_restart full forget_scripts kill cut stuck",
+    "forget_scripts flush stuck stuck stubborn silent refuse slow broken fail die dismiss dismiss drain",
+    "ownership": "kill kill pause pause pause pause stall stall isolate leave join cut cut cut dismiss",
+    "network": "cut cut cut cut cut cut stall stall isolate full forget_scripts stuck dismiss",
+    "stages": "kill kill pause pause isolate stall leave stuck stuck silent die fail broken cut cut dismiss drain",
+    "server": "server_restart server_restart server_restart full forget_scripts kill cut stuck dismiss",
     "quiet": "stuck stuck stuck stuck stuck stubborn silent refuse slow slow fail",
     "idle": "drawl drawl drawl drawl stuck slow pause cut kill",
 }
@@ -213,6 +213,14 @@ def _fault(choose: random.Random, number: int, theme: str, roles: list[str], ses
         if kind == "drawl":
             at_s, until_s = 0.2, CALM_S
         return Item(number, kind, at_s, stage, {"until_s": min(until_s, CALM_S), "only": only})
+    if kind == "dismiss":
+        again_s = choose.choice((None, None, 0.0, 0.05, 0.6))
+        return Item(
+            number, kind, at_s, choose.choice(sessions), {"again_s": again_s, "back": choose.choice((0, 0, 0, 1))}
+        )
+    if kind == "drain":
+        stage = choose.choice([role for role in roles if role.startswith("stage")])
+        return Item(number, kind, at_s, stage, {"for_s": choose.choice((0.3, 1.0, 2.0))})
     whose = OF_CONTROLS if theme == "ownership" else OF_STAGES if theme == "stages" else ""
     who = choose.choice([role for role in roles if role.startswith(whose)])
     more: dict[str, Any] = {}

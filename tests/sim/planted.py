@@ -236,6 +236,18 @@ BUGS = (
         first=73,
         themes=("ownership", "mixed"),
     ),
+    Bug(
+        "an order for a former life ends the present one",
+        ("I10",),
+        in_code("control.core.rules.close:dismiss", ("event.incarnation != session.fence.incarnation", "False")),
+        says="operator_close",
+    ),
+    Bug(
+        "an order stays where it is",
+        ("liveness",),
+        in_script("commit", ("call_with('XDEL', KEYS[14], from, to)", "local _ = 0")),
+        says=":orders",
+    ),
 )
 
 
