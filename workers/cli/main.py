@@ -41,6 +41,7 @@ COMMANDS = {
     "drain": Entry("workers.cli.jobs:drain", "Empty a stage worker: no new sessions, the others end in time.", ACT),
     "close": Entry("workers.cli.jobs:close", "End the sessions that fulfil some conditions.", ACT),
     "jobs": Entry("workers.cli.jobs:app", "The jobs that drain and close have begun.", ACT),
+    "engine": Entry("workers.cli.engine:app", "Check whether an engine keeps the contract.", LOOK),
     "config": Entry("workers.cli.config:app", "Check a pipeline file; show the settings.", LOOK),
 }
 

@@ -243,7 +243,19 @@ def override_stage(
         described["engine"], described["options"] = engine, {}
     if capacity is not None:
         described["capacity"] = capacity
-    for text in options:
+    _merge(described["options"], options)
+    return parse_pipeline(content, "the pipeline with the flags of this stage")
+
+
+def read_engine_options(texts: list[str]) -> dict[str, Any]:
+    """`key=value` and `key.key=value`, the values in YAML. Raises `SettingsError`."""
+    options: dict[str, Any] = {}
+    _merge(options, texts)
+    return options
+
+
+def _merge(options: dict[str, Any], texts: list[str]) -> None:
+    for text in texts:
         key, equals, value = text.partition("=")
         if not equals or not all(key.split(".")):
             raise SettingsError([f"--option: is {text!r}; it must be key=value"])
@@ -251,7 +263,7 @@ def override_stage(
             parsed = yaml.safe_load(value)
         except yaml.YAMLError as error:
             raise SettingsError([f"--option {key}: is not YAML: {' '.join(str(error).split())}"]) from None
-        place: dict[str, Any] = described["options"]
+        place = options
         *above, last = key.split(".")
         for part in above:
             deeper: object = place.setdefault(part, {})
@@ -259,7 +271,6 @@ def override_stage(
                 raise SettingsError([f"--option {key}: {part} is no mapping, so it has no {last}"])
             place = cast("dict[str, Any]", deeper)
         place[last] = parsed
-    return parse_pipeline(content, "the pipeline with the flags of this stage")
 
 
 def load_policy_plainly(pipeline: Pipeline) -> Any:
