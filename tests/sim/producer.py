@@ -28,6 +28,7 @@ AGAIN_S = 0.25
 TRIES = 4
 CLOSES = 3
 HEARD_S = 8.0
+FENCE = ("incarnation", "epoch", "turn_id", "response_seq")
 
 
 class Producer:
@@ -183,6 +184,8 @@ class Producer:
         if not accepted or self._is_over:
             return
         top = max(sent.fence for sent in accepted)
+        if self._highest_fence(life) > top:
+            return  # an update has gone on to another turn: nobody hears the rest of this one
         wanted = {token for sent in accepted if sent.fence == top for token in sent.tokens}
         epoch = top[1]
 
@@ -196,6 +199,12 @@ class Producer:
                 account.unheard.append(f"life {life}, epoch {epoch}: not all of {sorted(wanted)} were ever said")
                 return
             await self._news(0.5)
+
+    def _highest_fence(self, life: int) -> tuple[int, int, int, int]:
+        """Of those that a life was told to have."""
+        told = [reply.body["accepted_fence"] for replies in self.account.replies.values() for reply in replies]
+        fences = [tuple(fence[name] for name in FENCE) for fence in told if fence and fence["incarnation"] == life]
+        return max(fences, default=(life, 0, 0, 0))
 
     # Sending and waiting.
 
