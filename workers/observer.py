@@ -193,10 +193,10 @@ class Observer:
             self._held.add(life.stage)
             log.error(
                 "more than a third of stage %s fell silent within a minute; no session is closed for %g s, since the "
-                "fault may be on the way to them. If the workers are gone: SET %s released EX 600",
+                "fault may be on the way to them. If the workers are gone: bargein brake release %s",
                 life.stage,
                 brake.hold_s,
-                keys.brake(life.stage),
+                life.stage,
             )
 
     def _note_lost(self, life: Life, now_s: float) -> None:

@@ -141,6 +141,28 @@ class StageRow(Struct, frozen=True, kw_only=True):
     counters: dict[str, Any]
 
 
+class BrakeRow(Struct, frozen=True, kw_only=True):
+    """A stage's brake. `silent` of its `workers` have had no heartbeat for long; `released_ms`: for how long yet."""
+
+    stage: str
+    workers: int
+    silent: int
+    longest_silence_ms: int
+    released_ms: int | None
+
+
+class DeadLetterRow(Struct, frozen=True, kw_only=True):
+    """An entry that nobody could answer. `body`: its first 4 KiB, empty where it may have held a token."""
+
+    partition: int
+    letter_id: str
+    age_ms: int
+    stream: str
+    entry_id: str
+    reason: str
+    body: bytes
+
+
 class Found(Struct, frozen=True):
     """Rows, and whether there were more than were asked for."""
 
@@ -321,6 +343,52 @@ async def fetch_stage_workers(redis: Redis, limit: int = 1000) -> Found:
         told, left_ms, slots_used = _texts(next(answers)), next(answers), next(answers)
         rows.append(_stage_row(worker_id, about[worker_id], told, left_ms, slots_used, now_ms))
     return Found(rows, len(about) > limit)
+
+
+async def fetch_brakes(redis: Redis, silent_ms: int) -> list[BrakeRow]:
+    """The stages that have workers, by name. A worker counts as silent after `silent_ms` without a heartbeat."""
+    workers = [row for row in (await fetch_stage_workers(redis)).rows if row.state != "dead"]
+    stages = sorted({row.stage for row in workers})
+    answers = await ask(redis, [("PTTL", keys.brake(stage)) for stage in stages])
+    rows: list[BrakeRow] = []
+    for stage, left_ms in zip(stages, answers, strict=True):
+        ages_ms = [row.last_beat_ms or 0 for row in workers if row.stage == stage]
+        rows.append(
+            BrakeRow(
+                stage=stage,
+                workers=len(ages_ms),
+                silent=sum(age_ms > silent_ms for age_ms in ages_ms),
+                longest_silence_ms=max(ages_ms),
+                released_ms=left_ms if left_ms is not None and left_ms > 0 else None,
+            )
+        )
+    return rows
+
+
+async def fetch_dead_letters(redis: Redis, partitions: int, limit: int = 100) -> Found:
+    """The `limit` newest dead letters, newest first."""
+    now_ms = await fetch_now_ms(redis)
+    rows: list[DeadLetterRow] = []
+    for first in range(0, partitions, KEYS_AT_ONCE):
+        some = range(first, min(partitions, first + KEYS_AT_ONCE))
+        calls = [("XREVRANGE", PartitionKeys(p).dead, "+", "-", "COUNT", limit + 1) for p in some]
+        for partition, letters in zip(some, await ask(redis, calls), strict=True):
+            rows += [_dead_letter_row(partition, entry_id, fields, now_ms) for entry_id, fields in letters or ()]
+    rows.sort(key=lambda row: (row.age_ms, row.partition, row.letter_id))
+    return Found(rows[:limit], len(rows) > limit)
+
+
+def _dead_letter_row(partition: int, letter_id: bytes, fields: dict[bytes, bytes], now_ms: int) -> DeadLetterRow:
+    name = _text(letter_id)
+    return DeadLetterRow(
+        partition=partition,
+        letter_id=name,
+        age_ms=max(0, now_ms - int(name.partition("-")[0])),
+        stream=_text(fields.get(b"stream")),
+        entry_id=_text(fields.get(b"entry")),
+        reason=_text(fields.get(b"reason")),
+        body=fields.get(b"b", b""),
+    )
 
 
 async def _session_rows(redis: Redis, found: dict[str, tuple[int, Session | None]], now_ms: int) -> list[SessionRow]:

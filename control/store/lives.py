@@ -143,6 +143,11 @@ async def release_brake(redis: Redis, stage: str, for_s: int = 600) -> None:
     await redis.set(keys.brake(stage), "released", ex=for_s)
 
 
+async def hold_brake(redis: Redis, stage: str) -> bool:
+    """Take that word back; False if it wasn't there any more."""
+    return await redis.delete(keys.brake(stage)) == 1
+
+
 async def is_brake_released(redis: Redis, stage: str) -> bool:
     """Whether an operator has said so lately."""
     return bool(await redis.exists(keys.brake(stage)))

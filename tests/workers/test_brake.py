@@ -11,7 +11,9 @@ from redis.asyncio import Redis
 
 from control.store import keys
 from control.store.lives import Entry, fetch_lives, register_life, release_brake, say_goodbye
+from tests.security.guarded import GuardedServer
 from workers.brake import WINDOW_S, Brake
+from workers.embedded import require_valkey_binary
 from workers.observer import Observer
 from workers.placement import Directory
 
@@ -155,3 +157,17 @@ async def test_silences_are_counted_anew_after_a_moment_in_which_nobody_could_be
     watch.observer._looked_s = time.monotonic()
     await watch.observer.look()
     assert watch.observer.lost == {}
+
+
+async def test_s86_the_control_role_may_look_whether_a_brake_is_released() -> None:
+    """Where it might not, its looks failed as soon as the brake held, and nobody was ever given up."""
+    with GuardedServer(require_valkey_binary()) as server:
+        async with Redis.from_url(server.url_of("root")) as root, Redis.from_url(server.url_of("control")) as client:
+            watch = Watch(root)
+            watch.observer.redis = client
+            await watch.begin("a1", "a2", "a3", "b1")
+            assert await watch.pass_s(1.5, "a1", "a2") == set()
+            assert watch.observer.braked == {"a"}
+            await release_brake(root, "a")
+            assert await watch.pass_s(0.1, "a1", "a2") == {"a1", "a2"}
+        assert server.fetch_denials() == []
