@@ -196,3 +196,10 @@ def test_lengths_of_time_read_like_a_person_would_say_them() -> None:
 def test_runs_of_numbers_are_drawn_together() -> None:
     assert spell_numbers([0, 1, 2, 5, 7, 8]) == "0-2 5 7-8"
     assert spell_numbers([]) == "-"
+
+
+def test_a_worker_needs_nothing_of_what_only_maintenance_does() -> None:
+    """A machine with a GPU has what its engine needs, and may not have the rest."""
+    code = "import sys, workers.cli.run, workers.cli.engine; sys.exit('arq' in sys.modules)"
+    done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, check=False, env=clean_environment())
+    assert done.returncode == 0

@@ -30,7 +30,7 @@ COMMANDS = {
     "up": Entry("workers.cli.up:up", "Everything at once on a server of its own, for development.", RUN),
     "control": Entry("workers.cli.run:control", "A control worker: owns partitions and decides.", RUN),
     "stage": Entry("workers.cli.run:stage", "A stage worker: runs one stage's engine.", RUN),
-    "maintenance": Entry("workers.cli.run:maintenance", "Upkeep, and the operators' jobs.", RUN),
+    "maintenance": Entry("workers.cli.upkeep:maintenance", "Upkeep, and the operators' jobs.", RUN),
     "demo": Entry("workers.demo.cli:demo", "A conversation with interruptions, from a WAV file.", RUN),
     "send": Entry("workers.cli.send:send", "Send commands as JSON and wait for their replies.", SPEAK),
     "tail": Entry("workers.cli.tail:tail", "Follow a session's events.", SPEAK),

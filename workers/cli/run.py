@@ -1,8 +1,8 @@
-"""`bargein control`, `bargein stage` and `bargein maintenance`: the long-lived processes.
+"""`bargein control` and `bargein stage`: the long-lived processes.
 
-Responsible for their settings, their logging and their end. Leaves the work to `workers/control.py`,
-`workers/stage.py` and `workers/maintenance`. A wrong setting ends them before anything has started (status 2), a server
-that can't be trusted likewise (status 3); after that they go on for ever, whatever Redis does.
+Responsible for their settings, their logging and their end. Leaves the work to `workers/control.py` and
+`workers/stage.py`, maintenance to `upkeep.py`. A wrong setting ends them before anything has started (status 2), a
+server that can't be trusted likewise (status 3); after that they go on for ever, whatever Redis does.
 """
 
 from __future__ import annotations
@@ -24,8 +24,6 @@ from workers.cli.leaving import end_tasks, run_until_told
 from workers.cli.logs import set_up_logging
 from workers.cli.options import (
     Grace,
-    JobsPasswordFile,
-    JobsUrl,
     LogJson,
     LogLevel,
     MetricsHost,
@@ -36,9 +34,7 @@ from workers.cli.options import (
 )
 from workers.control import ControlWorker
 from workers.control_setup import core_settings, ease_garbage_collection
-from workers.maintenance.process import Maintenance
 from workers.metrics.control import ControlMetrics
-from workers.metrics.maintenance import MaintenanceMetrics
 from workers.metrics.serving import MetricsServer, Watched, serving
 from workers.metrics.stage import StageMetrics
 from workers.settings import Settings, SettingsError, load_settings, spell
@@ -172,46 +168,6 @@ async def _stage(settings: Settings, pipeline: Pipeline, stage_id: int) -> None:
     finally:
         await end_tasks(lived)
     log.info("stage %s has left", name)
-
-
-@plainly
-def maintenance(
-    redis_url: RedisUrl = None,
-    redis_password_file: PasswordFile = None,
-    jobs_url: JobsUrl = None,
-    jobs_password_file: JobsPasswordFile = None,
-    log_level: LogLevel = None,
-    log_json: LogJson = None,
-    grace_s: Grace = None,
-    metrics_host: MetricsHost = None,
-    metrics_port: MetricsPort = None,
-) -> None:
-    """Run maintenance: upkeep now and then, and the operators' jobs (drain, close).
-
-    Nothing urgent depends on it. Start one, or several: each job is done by one of them at a time.
-    """
-    settings = load_settings(
-        redis_url=redis_url,
-        redis_password_file=redis_password_file,
-        jobs_url=jobs_url,
-        jobs_password_file=jobs_password_file,
-        log_level=log_level,
-        log_json=log_json,
-        grace_s=grace_s,
-        metrics_host=metrics_host,
-        metrics_port=metrics_port,
-    )
-    worker = Maintenance(settings.redis, settings.jobs)
-    set_up_logging(settings)
-    logging.getLogger("arq").setLevel(logging.WARNING)  # each try of a job is a line of its own there
-    asyncio.run(_maintenance(settings, worker))
-
-
-async def _maintenance(settings: Settings, worker: Maintenance) -> None:
-    log.info("maintenance (pid %d): Redis at %s, jobs at %s", os.getpid(), settings.address, settings.jobs_address)
-    async with watched(MaintenanceMetrics(worker), settings):
-        await run_until_told(worker.run(), worker.stop, settings.grace_s)
-    log.info("maintenance has left")
 
 
 @asynccontextmanager
