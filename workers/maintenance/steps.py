@@ -74,18 +74,16 @@ async def drain(site: Site, job: Job) -> Job:
         return _over(job, JobState.DONE, f"{worker_id} is empty and takes no more sessions")
     left_ms = since_ms + grace_ms - await fetch_now_ms(site.redis)
     if left_ms > 0:
-        message = f"{len(slots)} sessions are left; they may end by themselves for another {left_ms / 1000:.0f} s"
+        message = f"sessions left: {len(slots)}; they may end by themselves for another {left_ms / 1000:.0f} s"
         return replace(job, message=message)
     if left_ms < -PATIENCE_MS:
-        message = (
-            f"{len(slots)} sessions are still there {PATIENCE_MS // 1000} s after they were ended; see the cleanups"
-        )
+        message = f"sessions still there {PATIENCE_MS // 1000} s after they were ended: {len(slots)}; see the cleanups"
         return _over(job, JobState.FAILED, message)
     # Any of them: those whose cleanup is stuck must not keep the others from being told.
     some = random.sample(sorted(slots), min(PORTION, len(slots)))
     orders = [DismissOrder(session_id, slots[session_id], DRAINED) for session_id in some]
     ended = await post_orders(site.redis, site.partitions, orders)
-    message = f"{len(slots)} sessions are left and are being ended"
+    message = f"sessions left, and being ended: {len(slots)}"
     return replace(_count(job, "orders", ended), message=message)
 
 
@@ -102,7 +100,7 @@ async def close(site: Site, job: Job) -> Job:
     flat = await cast("Awaitable[list[bytes]]", site.jobs.redis.hrandfield(targets, PORTION, withvalues=True))
     chosen = {flat[i].decode(): int(flat[i + 1]) for i in range(0, len(flat or ()), 2)}
     if not chosen:
-        return _over(job, JobState.DONE, f"{job.total} sessions have ended")
+        return _over(job, JobState.DONE, f"sessions ended: {job.total}")
     sessions = await _find_sessions(site, list(chosen))
     gone = [name for name, incarnation in chosen.items() if not _lives(sessions[name], incarnation)]
     orders = [
@@ -119,9 +117,9 @@ async def close(site: Site, job: Job) -> Job:
         # `at` beyond the partitions: when something last happened, by the server's clock.
         job = replace(job, at=await fetch_now_ms(site.redis))
     elif await fetch_now_ms(site.redis) - job.at > PATIENCE_MS:
-        message = f"{left} sessions are closing for more than {PATIENCE_MS // 1000} s; see the cleanups"
+        message = f"sessions closing for more than {PATIENCE_MS // 1000} s: {left}; see the cleanups"
         return _over(job, JobState.FAILED, message)
-    return replace(job, message=f"{left} sessions are left")
+    return replace(job, message=f"sessions left: {left}")
 
 
 STEPS: dict[str, Step] = {"drain": drain, "close": close}

@@ -114,7 +114,7 @@ def test_sessions_are_closed_by_condition_and_only_after_a_yes(system: dict[str,
     with Bargein("maintenance", **system):
         done = run("close", "--where", "id=call-*", "--yes", "--json", "--reason", "fire_drill", **system)
         assert done.exit_code == 0, done.output
-        assert json.loads(done.stdout)["message"] == "2 sessions have ended"
+        assert json.loads(done.stdout)["message"] == "sessions ended: 2"
     (left,) = json.loads(run("sessions", "--json", **system).stdout)
     assert left["session_id"] == "chat"
     assert "closed, fire_drill" in run("tail", "call-1", **system).output

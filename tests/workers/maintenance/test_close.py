@@ -35,7 +35,7 @@ async def test_those_that_are_meant_are_ended_and_nobody_else(redis_url: str) ->
             await caller.open()
         async with maintained(redis_url):
             job = await until_over(bed, await give(bed, "close", wanted("id=call-*")))
-        assert (job.state, job.done, job.total, job.message) == (JobState.DONE, 2, 2, "2 sessions have ended")
+        assert (job.state, job.done, job.total, job.message) == (JobState.DONE, 2, 2, "sessions ended: 2")
         for name in ("call-1", "call-2"):
             assert (await callers[name].heard("closed"))["reason"] == "operator_close"
         assert (await callers["chat-1"].call("touch", activity="heartbeat"))["ok"]
@@ -75,7 +75,7 @@ async def test_more_than_a_portion_are_ended_and_a_stuck_one_holds_nobody_up(
                 await caller.heard("closed")
             job = await until_over(bed, job)
         assert (job.state, job.done, job.total) == (JobState.FAILED, 20, 25)
-        assert "5 sessions are closing" in job.message
+        assert "sessions closing for more than 1 s: 5" in job.message
         stage.confirms = True
         for caller in stuck:
             await caller.heard("closed")
