@@ -121,6 +121,12 @@ async def order_drain(redis: Redis, worker_id: str) -> int:
     return int(await redis.get(name) or 0)
 
 
+async def find_drain(redis: Redis, worker_id: str) -> int | None:
+    """Since when a worker is to take no more sessions (server's ms); None if it may."""
+    value = await redis.get(keys.worker_drain(worker_id))
+    return None if value is None else int(value)
+
+
 async def end_drain(redis: Redis, worker_id: str) -> bool:
     """Have a worker take sessions again; False if it wasn't to be emptied."""
     return await redis.delete(keys.worker_drain(worker_id)) == 1

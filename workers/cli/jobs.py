@@ -86,7 +86,9 @@ def drain(
         async with _desk(settings) as desk:
             await _require_worker(desk.redis, worker)
             if undo:
-                await desk.store.cancel(f"drain-{worker}")
+                job = await desk.store.find(f"drain-{worker}")
+                if job is not None and not job.is_over:
+                    await desk.store.cancel(job.job_id)
                 found = await lives.end_drain(desk.redis, worker)
                 note(f"{worker} takes sessions again" if found else f"{worker} wasn't to be emptied")
                 return Status.OK

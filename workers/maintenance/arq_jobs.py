@@ -26,7 +26,7 @@ from msgspec.structs import replace
 from redis.exceptions import RedisError
 
 from control.store.link import LOST
-from workers.maintenance.record import JobState
+from workers.maintenance.record import MOST, JobState
 from workers.maintenance.steps import STEPS
 from workers.maintenance.upkeep import UPKEEP, Duty
 
@@ -212,7 +212,7 @@ class Runner:
         """Jobs that arq has lost, to a server that lost its last second or to a time-out, go on the queue again."""
         assert self._queue is not None
         lost = 0
-        for job in await site.jobs.list():
+        for job in await site.jobs.list(MOST):
             if not job.is_over and await self._queue.zscore(QUEUE, job.job_id) is None:
                 await submit(self._queue, job.job_id)
                 lost += 1

@@ -64,7 +64,12 @@ async def drain(site: Site, job: Job) -> Job:
     life = next((life for life in await lives.fetch_lives(site.redis) if life.worker_id == worker_id), None)
     if life is None or life.state is LifeState.DEAD:
         return _over(job, JobState.DONE, f"{worker_id} is gone; its sessions have been told")
-    since_ms = await lives.order_drain(site.redis, worker_id)
+    since_ms = await lives.find_drain(site.redis, worker_id)
+    if since_ms is None:
+        if job.state is not JobState.QUEUED:
+            # Undone while a step was on its way, which must not undo that.
+            return _over(job, JobState.CANCELLED, f"{worker_id} was told to take sessions again")
+        since_ms = await lives.order_drain(site.redis, worker_id)
     slots = await lives.fetch_slots(site.redis, worker_id)
     job = replace(job, state=JobState.RUNNING, total=max(job.total, len(slots)))
     job = replace(job, done=job.total - len(slots))

@@ -13,8 +13,9 @@ from control.store.keys import worker_drain, worker_slots
 from stages.pipeline import Pipeline, parse_pipeline
 from tests.system import RunningSystem
 from tests.workers.control_bed import Bed, until
-from tests.workers.maintenance.site import give, maintained, until_over
+from tests.workers.maintenance.site import give, maintained, site_of, until_over
 from workers.maintenance.record import Job, JobState, JobStore
+from workers.maintenance.steps import drain
 from workers.stage import StageWorker
 
 HOUR_MS = 3_600_000
@@ -127,3 +128,16 @@ async def test_a_worker_that_dies_meanwhile_is_emptied_by_that(redis_url: str) -
             job = await until_over(bed, job)
             assert job.state is JobState.DONE
             assert "is gone" in job.message
+
+
+async def test_a_step_that_was_on_its_way_does_not_undo_what_was_undone(redis_url: str) -> None:
+    async with Twins(redis_url) as system, Bed(redis_url, system.pipeline) as bed, AsyncBargein(redis_url) as client:
+        await client.open("call", input_modes=["append_tokens"])
+        (placed,) = [name for name in system.names if await count(bed.redis, name)]
+        site = site_of(bed)
+        job = await drain(site, await site.jobs.give("drain", {"worker": placed, "grace_ms": HOUR_MS}, placed))
+        assert job.state is JobState.RUNNING
+        assert await lives.end_drain(bed.redis, placed)
+        job = await drain(site, job)
+        assert (job.state, job.message) == (JobState.CANCELLED, f"{placed} was told to take sessions again")
+        assert await lives.find_drain(bed.redis, placed) is None
