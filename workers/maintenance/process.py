@@ -18,12 +18,16 @@ from redis.exceptions import RedisError
 from control.store.access import open_access
 from control.store.inspect import fetch_config
 from control.store.link import LOST
+from control.store.server import LAYOUT, Unusable, check_server
+from control.wire.commands import PROTOCOL
 from workers.maintenance.arq_jobs import Runner
 from workers.maintenance.record import JobStore
 from workers.maintenance.steps import STEPS, Site
 from workers.metrics.histogram import Histogram
 
 if TYPE_CHECKING:
+    from redis.asyncio import Redis
+
     from control.store.inspect import StoredConfig
 
 log = logging.getLogger("bargein.maintenance")
@@ -57,11 +61,14 @@ class Maintenance:
         self._stopping = asyncio.Event()
 
     async def run(self) -> None:
-        """Work until told to stop."""
+        """Work until told to stop. Raises `Unusable` for a server that can't be used, or is of another version."""
         access = open_access(self._redis_url, timeout_s=TIMEOUT_S, name="bargein-maintenance")
         jobs = open_access(self._jobs_url, timeout_s=TIMEOUT_S, name="bargein-maintenance-jobs")
         stopping = asyncio.ensure_future(self._stopping.wait())
         try:
+            await check_server(access.redis, self._redis_url)
+            if self._jobs_url != self._redis_url:
+                await check_server(jobs.redis, self._jobs_url)
             finding = asyncio.ensure_future(self._find_config(access.redis))
             await asyncio.wait({finding, stopping}, return_when=asyncio.FIRST_COMPLETED)
             if not finding.done():
@@ -95,13 +102,14 @@ class Maintenance:
         if self._runner is not None:
             self._runner.stop()
 
-    async def _find_config(self, redis: object) -> StoredConfig:
+    async def _find_config(self, redis: Redis) -> StoredConfig:
         """How many partitions there are; whoever owns them decides that."""
         told = False
         while True:
             try:
-                config = await fetch_config(redis)  # type: ignore[arg-type]  a client of either kind
+                config = await fetch_config(redis)
                 if config is not None:
+                    _check_versions(config)
                     return config
                 if not told:
                     log.info("no control worker has ever started here; waiting for the first")
@@ -112,7 +120,9 @@ class Maintenance:
             await asyncio.sleep(LOOK_S)
 
     def _note_run(self, name: str, outcome: str, found: int, took_s: float) -> None:
-        stats = self.stats[name]
+        stats = self.stats.get(name)
+        if stats is None:
+            return  # a job of a kind that this version doesn't know
         stats.took.note_ms(1000 * took_s)
         if outcome == "failed":
             stats.failed += 1
@@ -126,3 +136,11 @@ class Maintenance:
             self.lost += 1
         else:
             self.errors += 1
+
+
+def _check_versions(config: StoredConfig) -> None:
+    if (config.protocol, config.layout) != (PROTOCOL, LAYOUT):
+        raise Unusable(
+            f"the workers here speak protocol {config.protocol} and store layout {config.layout}; this process knows "
+            f"{PROTOCOL} and {LAYOUT}. Run the version that the workers have"
+        )

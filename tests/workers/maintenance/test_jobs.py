@@ -10,6 +10,7 @@ import pytest
 from msgspec.structs import replace
 
 from control.store import keys
+from control.store.server import Unusable
 from tests.servers import ValkeyServer
 from tests.workers.control_bed import Bed, end, local, until
 from tests.workers.maintenance.site import give, maintained, site_of, until_over
@@ -186,3 +187,17 @@ async def test_maintenance_waits_for_the_first_control_worker(redis_url: str) ->
     stopped.stop()
     await asyncio.wait_for(stopped.run(), 10)
     await end(task)
+
+
+async def test_maintenance_of_another_version_ends_before_it_has_begun(redis_url: str) -> None:
+    async with Bed(redis_url, local()) as bed:
+        await bed.redis.hset(keys.CONFIG, mapping={"protocol": 1, "partitions": 4, "layout": 2})
+        with pytest.raises(Unusable, match="store layout 2; this process knows 1 and 1"):
+            await Maintenance(redis_url).run()
+
+
+async def test_a_server_that_can_not_be_used_ends_it_with_the_reason(redis_url: str) -> None:
+    with pytest.raises(Unusable, match="can't be reached"):
+        await Maintenance("redis://127.0.0.1:1/0").run()
+    with pytest.raises(Unusable, match="can't be reached"):
+        await Maintenance(redis_url, "redis://127.0.0.1:1/0").run()
