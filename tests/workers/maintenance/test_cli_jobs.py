@@ -6,6 +6,7 @@ import json
 import signal
 import threading
 import time
+from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
 import pytest
@@ -17,7 +18,7 @@ from control.store import keys
 from tests.workers.cli_process import Bargein, run, wait_until
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
+    from collections.abc import Generator, Iterator
     from pathlib import Path
 
 PIPELINE = """
@@ -42,6 +43,14 @@ def system(redis_url: str, tmp_path: Path) -> Iterator[dict[str, Any]]:
 def client(system: dict[str, Any]) -> Iterator[Client]:
     with Client(system["redis_url"]) as client:
         yield client
+
+
+@contextmanager
+def _maintained(system: dict[str, Any]) -> Generator[Bargein]:
+    """A maintenance process that is at work: a command waits only so long for one to take its job."""
+    with Bargein("maintenance", **system) as maintenance:
+        assert maintenance.says("does its rounds"), maintenance.log
+        yield maintenance
 
 
 def _workers(system: dict[str, Any]) -> list[str]:
@@ -69,8 +78,7 @@ def _job(system: dict[str, Any]) -> dict[str, Any]:
 def test_a_drain_is_followed_to_its_end_and_undone(system: dict[str, Any], client: Client) -> None:
     _open(client, "one", "two")
     (worker,) = _workers(system)
-    with Bargein("maintenance", **system) as maintenance:
-        assert maintenance.says("does its rounds")
+    with _maintained(system) as maintenance:
         result = run("drain", worker, "--grace", "0s", **system)
         assert result.exit_code == 0, result.output
         assert f"done: {worker} is empty and takes no more sessions" in result.stdout
@@ -86,9 +94,8 @@ def test_a_job_outlives_a_killed_process_and_a_follower_that_left(system: dict[s
     """What is left of the killed one is arq's lock on the job; here it is taken away instead of waited for."""
     _open(client, "one", "two")
     (worker,) = _workers(system)
-    with Bargein("maintenance", **system) as killed, Bargein("drain", worker, "--grace", "1h", **system) as follower:
-        assert killed.says("does its rounds")
-        assert wait_until(lambda: "may end by themselves" in _job(system)["message"])
+    with _maintained(system) as killed, Bargein("drain", worker, "--grace", "1h", **system) as follower:
+        assert wait_until(lambda: "may end by themselves" in run("jobs", **system).output)
         assert follower.end(signal.SIGINT) == 1
         assert f"drain-{worker} goes on without you" in follower.log
         killed.end(signal.SIGKILL)
@@ -96,7 +103,7 @@ def test_a_job_outlives_a_killed_process_and_a_follower_that_left(system: dict[s
         assert redis.delete(f"arq:in-progress:drain-{worker}") == 1
         redis.decrby(keys.worker_drain(worker), 3_600_000)
         assert redis.hlen(keys.worker_slots(worker)) == 2
-    with Bargein("maintenance", **system):
+    with _maintained(system):
         followed = run("jobs", "follow", f"drain-{worker}", **system)
         assert followed.exit_code == 0, followed.output
         assert "is empty" in followed.stdout
@@ -111,7 +118,7 @@ def test_sessions_are_closed_by_condition_and_only_after_a_yes(system: dict[str,
     assert refused.exit_code == 2
     assert "call-1" in refused.stdout
     assert "say --yes" in refused.output
-    with Bargein("maintenance", **system):
+    with _maintained(system):
         done = run("close", "--where", "id=call-*", "--yes", "--json", "--reason", "fire_drill", **system)
         assert done.exit_code == 0, done.output
         assert json.loads(done.stdout)["message"] == "sessions ended: 2"
@@ -133,7 +140,7 @@ def test_without_maintenance_the_command_says_so_and_the_job_waits(system: dict[
     job = _job(system)
     assert job["state"] == "queued"
     assert "ends before its next step" in run("jobs", "cancel", job["job_id"], **system).output
-    with Bargein("maintenance", **system):
+    with _maintained(system):
         assert wait_until(lambda: _job(system)["state"] == "cancelled")
     assert len(json.loads(run("sessions", "--json", **system).stdout)) == 1
     over = run("jobs", "cancel", job["job_id"], **system)
@@ -147,7 +154,7 @@ def test_a_job_can_be_left_to_itself(system: dict[str, Any], client: Client) -> 
     assert given.exit_code == 0
     job_id = given.stdout.strip()
     assert job_id in run("jobs", **system).stdout
-    with Bargein("maintenance", **system):
+    with _maintained(system):
         assert run("jobs", "follow", job_id, **system).exit_code == 0
 
 
@@ -179,8 +186,7 @@ def test_what_can_not_be_is_said_in_a_line(redis_url: str, arguments: list[str],
 def test_the_jobs_may_be_on_a_server_of_their_own(system: dict[str, Any], client: Client, own_url: str) -> None:
     _open(client, "one")
     apart = {**system, "jobs_url": own_url}
-    with Bargein("maintenance", **apart) as maintenance:
-        assert maintenance.says("does its rounds")
+    with _maintained(apart):
         closed = run("close", "--all", "--yes", **apart)
         assert closed.exit_code == 0, closed.output
     with Redis.from_url(own_url) as jobs, Redis.from_url(system["redis_url"]) as sessions:
@@ -207,11 +213,11 @@ def test_two_followers_see_the_same_end(system: dict[str, Any], client: Client) 
         found.append(Bargein("drain", worker, "--grace", "0s", **system))
 
     threads = [threading.Thread(target=follow) for _ in range(2)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
-    with Bargein("maintenance", **system):
+    with _maintained(system):
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
         for each in found:
             with each as process:
                 assert process.process.wait(30) == 0, process.log

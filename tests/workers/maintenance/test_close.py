@@ -9,7 +9,7 @@ import pytest
 from control.store import keys
 from tests.workers.control_bed import Bed, local, make_pipeline, until
 from tests.workers.maintenance.site import give, maintained, site_of, until_over
-from workers.maintenance import steps
+from workers.maintenance import arq_jobs, steps
 from workers.maintenance.record import Job, JobState
 from workers.maintenance.steps import close
 
@@ -58,7 +58,9 @@ async def test_more_than_a_portion_are_ended_and_a_stuck_one_holds_nobody_up(
     redis_url: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(steps, "PORTION", 4)
-    monkeypatch.setattr(steps, "PATIENCE_MS", 1_000)
+    # So many steps that chance picks each of those that have ended, before patience is over.
+    monkeypatch.setattr(steps, "PATIENCE_MS", 4_000)
+    monkeypatch.setattr(arq_jobs, "STEP_S", 0.02)
     async with Bed(redis_url, make_pipeline()) as bed:
         await bed.control("c1")
         stage = await bed.stage()
@@ -75,7 +77,7 @@ async def test_more_than_a_portion_are_ended_and_a_stuck_one_holds_nobody_up(
                 await caller.heard("closed")
             job = await until_over(bed, job)
         assert (job.state, job.done, job.total) == (JobState.FAILED, 20, 25)
-        assert "sessions closing for more than 1 s: 5" in job.message
+        assert "sessions closing for more than 4 s: 5" in job.message
         stage.confirms = True
         for caller in stuck:
             await caller.heard("closed")
