@@ -109,7 +109,7 @@ async def fetch_backlogs(redis: Redis, numbers: Sequence[int]) -> list[Backlog]:
 async def take_census(redis: Redis, numbers: Sequence[int], most: int) -> Census:
     """Look at up to `most` sessions of these partitions, and as many sessions with cleanups."""
     census, now_ms = Census(), await fetch_now_ms(redis)
-    async for partition, page in _pages(redis, [PartitionKeys(number).cleanups for number in numbers]):
+    async for partition, page in walk_pages(redis, [PartitionKeys(number).cleanups for number in numbers]):
         del partition
         began_s = time.perf_counter()
         for blob in page.values():
@@ -120,7 +120,7 @@ async def take_census(redis: Redis, numbers: Sequence[int], most: int) -> Census
             census.capped = True
             break
     census.seen = 0
-    async for _, page in _pages(redis, [PartitionKeys(number).sessions for number in numbers]):
+    async for _, page in walk_pages(redis, [PartitionKeys(number).sessions for number in numbers]):
         began_s = time.perf_counter()
         held: dict[str, list[tuple[str, int]]] = {}
         for name, state in page.items():
@@ -139,7 +139,7 @@ async def check_slots(redis: Redis, workers: Sequence[str], partitions: int, mos
     sample = SlotSample()
     holders = [*workers, ADMISSION]
     sample.admitted = (await ask(redis, [("HLEN", keys.ADMISSION_SLOTS)]))[0] or 0
-    async for place, page in _pages(redis, [_slots_of(holder) for holder in holders]):
+    async for place, page in walk_pages(redis, [_slots_of(holder) for holder in holders]):
         holder = holders[place]
         slots = [(_text(name), read_slot(value)) for name, value in page.items()]
         by_partition: dict[int, list[tuple[str, int]]] = {}
@@ -216,7 +216,7 @@ def _slots_of(holder: str) -> str:
     return keys.ADMISSION_SLOTS if holder == ADMISSION else keys.worker_slots(holder)
 
 
-async def _pages(redis: Redis, names: Sequence[str]) -> AsyncIterator[tuple[int, dict[bytes, bytes]]]:
+async def walk_pages(redis: Redis, names: Sequence[str]) -> AsyncIterator[tuple[int, dict[bytes, bytes]]]:
     """Hashes a page at a time: a hash's place in `names`, and fields that were not there before."""
     for place, name in enumerate(names):
         cursor, seen = 0, set[bytes]()

@@ -52,7 +52,7 @@ class StoredConfig(Struct, frozen=True, kw_only=True):
 class PartitionRow(Struct, frozen=True, kw_only=True):
     """A partition. `owner` None: nobody's. `lease_left_ms` below 0: its owner has not renewed in time.
 
-    `commands` and `acks` wait to be applied (appends that wait for their stage among them), the oldest since
+    `commands`, `acks` and `orders` wait to be applied (appends that wait for their stage among them), the oldest since
     `oldest_ms`. `sessions`: open or closing. `cleanups`: sessions that have some pending.
     """
 
@@ -63,6 +63,7 @@ class PartitionRow(Struct, frozen=True, kw_only=True):
     revision: int | None
     commands: int | None
     acks: int | None
+    orders: int | None
     oldest_ms: int | None
     dead_letters: int | None
     sessions: int | None
@@ -191,6 +192,7 @@ async def fetch_partitions(redis: Redis, partitions: int) -> list[PartitionRow]:
                 ("HMGET", known.owner, "holder", "token", "until_ms", "revision"),
                 ("XLEN", known.commands),
                 ("XLEN", known.acks),
+                ("XLEN", known.orders),
                 ("XRANGE", known.commands, "-", "+", "COUNT", 1),
                 ("XRANGE", known.acks, "-", "+", "COUNT", 1),
                 ("XLEN", known.dead),
@@ -200,7 +202,7 @@ async def fetch_partitions(redis: Redis, partitions: int) -> list[PartitionRow]:
         answers = iter(await ask(redis, calls))
         for known in some:
             holder, token, until_ms, revision = next(answers) or (None,) * 4
-            commands, acks = next(answers), next(answers)
+            commands, acks, orders = next(answers), next(answers), next(answers)
             waiting = [_entry_ms(next(answers)), _entry_ms(next(answers))]
             oldest_ms = min((ms for ms in waiting if ms is not None), default=None)
             owner = _text(holder) or None
@@ -213,6 +215,7 @@ async def fetch_partitions(redis: Redis, partitions: int) -> list[PartitionRow]:
                     revision=None if revision is None else int(revision),
                     commands=commands,
                     acks=acks,
+                    orders=orders,
                     oldest_ms=None if oldest_ms is None else max(0, now_ms - oldest_ms),
                     dead_letters=next(answers),
                     sessions=next(answers),
@@ -224,11 +227,7 @@ async def fetch_partitions(redis: Redis, partitions: int) -> list[PartitionRow]:
 
 async def fetch_session(redis: Redis, session_id: str, partition: int) -> Session | None:
     """A session's record without its cleanups. None: no record, or none that can be read."""
-    state = (await ask(redis, [("HGET", PartitionKeys(partition).sessions, session_id)]))[0]
-    try:
-        return None if state is None else decode_session(state, None)
-    except msgspec.DecodeError:
-        return None
+    return (await fetch_some_sessions(redis, partition, [session_id]))[0]
 
 
 async def fetch_sessions(
@@ -268,7 +267,7 @@ async def walk_sessions(redis: Redis, partition: int) -> AsyncIterator[list[Sess
         yield await _session_rows(redis, some, await fetch_now_ms(redis))
 
 
-async def fetch_lives_of(redis: Redis, partition: int, session_ids: Sequence[str]) -> list[Session | None]:
+async def fetch_some_sessions(redis: Redis, partition: int, session_ids: Sequence[str]) -> list[Session | None]:
     """The sessions' records without their cleanups. None: no record, or none that can be read."""
     (states,) = await ask(redis, [("HMGET", PartitionKeys(partition).sessions, *session_ids)])
     found: list[Session | None] = []

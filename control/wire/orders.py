@@ -16,7 +16,7 @@ from control.core import commands as c
 from control.wire.commands import Unreadable
 
 # Of what a session's listener is told: a word for programs, no sentence.
-REASON = "^[a-z][a-z0-9_]{0,63}$"
+REASON = r"^[a-z][a-z0-9_]{0,63}\Z"
 Reason = Annotated[str, Meta(pattern=REASON)]
 
 

@@ -72,7 +72,7 @@ async def test_jobs_and_upkeep_reach_the_sessions_of_all_nodes(
             await access.close()
             assert maintenance._runner is not None
             for duty in maintenance._runner.duties:
-                await maintenance._runner._on_duty(duty)({})
+                await maintenance._runner.do(duty)
             assert sum(stats.failed for stats in maintenance.stats.values()) == 0
             found = {name: stats.found for name, stats in maintenance.stats.items() if stats.found}
             assert found == {"sweep_queues": 1, "prune_dead_letters": 1}

@@ -143,7 +143,9 @@ async def test_every_role_does_its_part_of_a_conversation_with_a_barge_in(
     assert len(rows["workers"]) == 3
     assert len(rows["partitions"]) == system.pipeline.partitions
     for row in rows["partitions"]:
-        assert None not in [row[name] for name in ("owner", "commands", "acks", "dead_letters", "sessions", "cleanups")]
+        assert None not in [
+            row[name] for name in ("owner", "commands", "acks", "orders", "dead_letters", "sessions", "cleanups")
+        ]
     assert guarded.fetch_denials() == []
 
 

@@ -27,7 +27,7 @@ def test_every_kind_of_order_has_a_tag_of_its_own() -> None:
     assert len(set(tags)) == len(tags)
 
 
-@pytest.mark.parametrize("reason", ["", "Has Spaces", "x" * 65, "1st", "a\nb", None, 7])
+@pytest.mark.parametrize("reason", ["", "Has Spaces", "x" * 65, "1st", "a\nb", "a\n", None, 7])
 def test_a_reason_is_a_word(reason: object) -> None:
     """A session's listener is told it, so nothing else gets through."""
     with pytest.raises(Unreadable):

@@ -10,7 +10,7 @@ import asyncio
 import difflib
 import re
 import time
-from collections.abc import AsyncGenerator
+from collections.abc import AsyncGenerator, Awaitable, Callable
 from contextlib import asynccontextmanager, nullcontext
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Annotated, Any, cast
@@ -166,35 +166,25 @@ def ls(
     """The jobs, newest first; each is kept for a week."""
     if context.invoked_subcommand is not None:
         return
-    settings = _settings(None, None, jobs_url, jobs_password_file)
 
-    async def work() -> Status:
-        async with connected(settings, jobs=True) as redis:
-            jobs = await JobStore(redis).list(limit)
+    async def work(store: JobStore) -> Status:
+        jobs = await store.list(limit)
         if as_json:
             print_json(jobs)
-        else:
-            now_ms = time.time_ns() // 1_000_000
-            print_table(
-                "jobs",
-                ["JOB", "STATE", "GIVEN", "CHANGED", "DONE>", "OF>", "HOW IT GOES"],
-                [
-                    [
-                        j.job_id,
-                        j.state,
-                        _ago(now_ms, j.given_ms),
-                        _ago(now_ms, j.changed_ms),
-                        j.done,
-                        j.total,
-                        j.message,
-                    ]
-                    for j in jobs
-                ],
-                empty="no jobs",
-            )
+            return Status.OK
+        now_ms = time.time_ns() // 1_000_000
+        print_table(
+            "jobs",
+            ["JOB", "STATE", "GIVEN", "CHANGED", "DONE>", "OF>", "HOW IT GOES"],
+            [
+                [j.job_id, j.state, _ago(now_ms, j.given_ms), _ago(now_ms, j.changed_ms), j.done, j.total, j.message]
+                for j in jobs
+            ],
+            empty="no jobs",
+        )
         return Status.OK
 
-    _run(work())
+    _run_beside_jobs(work, jobs_url, jobs_password_file)
 
 
 @app.command()
@@ -206,14 +196,11 @@ def follow(
     jobs_password_file: JobsPasswordFile = None,
 ) -> None:
     """Follow a job to its end."""
-    settings = _settings(None, None, jobs_url, jobs_password_file)
 
-    async def work() -> Status:
-        async with connected(settings, jobs=True) as redis:
-            store = JobStore(redis)
-            return await _follow(store, await _require_job(store, job_id), as_json=as_json)
+    async def work(store: JobStore) -> Status:
+        return await _follow(store, await _require_job(store, job_id), as_json=as_json)
 
-    _run(work())
+    _run_beside_jobs(work, jobs_url, jobs_password_file)
 
 
 @app.command()
@@ -224,19 +211,16 @@ def cancel(
     jobs_password_file: JobsPasswordFile = None,
 ) -> None:
     """End a job before its next step. What it has done stays done; a worker that was to be emptied still is."""
-    settings = _settings(None, None, jobs_url, jobs_password_file)
 
-    async def work() -> Status:
-        async with connected(settings, jobs=True) as redis:
-            store = JobStore(redis)
-            job = await _require_job(store, job_id)
-            if job.is_over:
-                raise Failure(f"job {job_id} is over: {job.state}: {job.message}")
-            await store.cancel(job_id)
-            note(f"job {job_id} ends before its next step")
-            return Status.OK
+    async def work(store: JobStore) -> Status:
+        job = await _require_job(store, job_id)
+        if job.is_over:
+            raise Failure(f"job {job_id} is over: {job.state}: {job.message}")
+        await store.cancel(job_id)
+        note(f"job {job_id} ends before its next step")
+        return Status.OK
 
-    _run(work())
+    _run_beside_jobs(work, jobs_url, jobs_password_file)
 
 
 def _settings(
@@ -248,6 +232,19 @@ def _settings(
         jobs_url=jobs_url,
         jobs_password_file=jobs_password_file,
     )
+
+
+def _run_beside_jobs(
+    work: Callable[[JobStore], Awaitable[Status]], jobs_url: str | None, jobs_password_file: Path | None
+) -> None:
+    """What needs only the server of the jobs."""
+    settings = _settings(None, None, jobs_url, jobs_password_file)
+
+    async def run() -> Status:
+        async with connected(settings, jobs=True) as redis:
+            return await work(JobStore(redis))
+
+    _run(run())
 
 
 def _run(work: Any) -> None:

@@ -229,7 +229,7 @@ def partitions(
     print_table(
         "partitions",
         [
-            *["P>", "OWNER", "LEASE>", "TOKEN", "REVISION>", "COMMANDS>", "ACKS>"],
+            *["P>", "OWNER", "LEASE>", "TOKEN", "REVISION>", "COMMANDS>", "ACKS>", "ORDERS>"],
             *["OLDEST>", "DEAD>", "SESSIONS>", "CLEANUPS>"],
         ],
         [_partition_cells(row) for row in rows],
@@ -244,7 +244,7 @@ def _partition_cells(row: inspect.PartitionRow) -> list[object]:
         row.owner or "nobody",
         "expired" if lease is not None and lease < 0 else spell_ms(lease),
         row.token,
-        *["?" if value is None else value for value in (row.revision, row.commands, row.acks)],
+        *["?" if value is None else value for value in (row.revision, row.commands, row.acks, row.orders)],
         spell_ms(row.oldest_ms),
         *["?" if value is None else value for value in (row.dead_letters, row.sessions, row.cleanups)],
     ]

@@ -21,6 +21,7 @@ from typing import TYPE_CHECKING, Any, cast
 import msgspec
 from arq import Retry, cron, func
 from arq.connections import ArqRedis
+from arq.constants import in_progress_key_prefix
 from arq.worker import Worker
 from msgspec.structs import replace
 from redis.exceptions import RedisError
@@ -45,7 +46,6 @@ RESUME = "resume_jobs"
 STEP_S = 0.5
 # A try is short, and so is arq's lock on a job: what a killed process held, or one that lost its server, is free soon.
 TRY_S, TIMEOUT_S, LOCK_S = 10.0, 20.0, 30.0
-# Two processes at one duty do no harm (S62).
 DUTY_TIMEOUT_S = 600.0
 EXPIRES_S = 7 * 86_400
 RETRY_S = (0.5, 10.0)
@@ -222,23 +222,30 @@ class Runner:
 
     def _on_duty(self, duty: Duty) -> Callable[[dict[str, Any]], Coroutine[Any, Any, None]]:
         async def work(context: dict[str, Any]) -> None:
-            del context
-            began_s = time.monotonic()
-            try:
-                found = await duty.work(self.site)
-            except (RedisError, *LOST) as error:
-                self.note_trouble(isinstance(error, LOST))
-                self.ran(duty.name, "failed", 0, time.monotonic() - began_s)
-                log.warning("%s: Redis: %s; not done this time", duty.name, error)
-            except Exception:
-                self.ran(duty.name, "failed", 0, time.monotonic() - began_s)
-                log.exception("%s: not done this time", duty.name)
-            else:
-                self.ran(duty.name, "ok", found, time.monotonic() - began_s)
-                if found:
-                    log.info("%s: %s", duty.name, duty.says.format(found))
+            assert self._queue is not None
+            # Unlike a job's, its lock lasts as long as it may itself: nobody has to go on with it.
+            lock = in_progress_key_prefix + context["job_id"]
+            await self._queue.pexpire(lock, round(1000 * DUTY_TIMEOUT_S))
+            await self.do(duty)
 
         return work
+
+    async def do(self, duty: Duty) -> None:
+        """A duty, once."""
+        began_s = time.monotonic()
+        try:
+            found = await duty.work(self.site)
+        except (RedisError, *LOST) as error:
+            self.note_trouble(isinstance(error, LOST))
+            self.ran(duty.name, "failed", 0, time.monotonic() - began_s)
+            log.warning("%s: Redis: %s; not done this time", duty.name, error)
+        except Exception:
+            self.ran(duty.name, "failed", 0, time.monotonic() - began_s)
+            log.exception("%s: not done this time", duty.name)
+        else:
+            self.ran(duty.name, "ok", found, time.monotonic() - began_s)
+            if found:
+                log.info("%s: %s", duty.name, duty.says.format(found))
 
 
 def _encode(value: dict[str, Any]) -> bytes:

@@ -17,7 +17,7 @@ from msgspec.structs import replace
 
 from control.core.session import Phase
 from control.store import keys, lives
-from control.store.inspect import fetch_lives_of, walk_sessions
+from control.store.inspect import fetch_some_sessions, walk_sessions
 from control.store.keys import partition_of
 from control.store.lives import LifeState
 from control.store.orders import post_orders
@@ -82,7 +82,9 @@ async def drain(site: Site, job: Job) -> Job:
         message = f"sessions left: {len(slots)}; they may end by themselves for another {left_ms / 1000:.0f} s"
         return replace(job, message=message)
     if left_ms < -PATIENCE_MS:
-        message = f"sessions still there {PATIENCE_MS // 1000} s after they were ended: {len(slots)}; see the cleanups"
+        message = (
+            f"sessions still there {PATIENCE_MS // 1000} s after they were ended: {len(slots)}; see `bargein cleanups`"
+        )
         return _over(job, JobState.FAILED, message)
     # Any of them: those whose cleanup is stuck must not keep the others from being told.
     some = random.sample(sorted(slots), min(PORTION, len(slots)))
@@ -122,7 +124,7 @@ async def close(site: Site, job: Job) -> Job:
         # `at` beyond the partitions: when something last happened, by the server's clock.
         job = replace(job, at=await fetch_now_ms(site.redis))
     elif await fetch_now_ms(site.redis) - job.at > PATIENCE_MS:
-        message = f"sessions closing for more than {PATIENCE_MS // 1000} s: {left}; see the cleanups"
+        message = f"sessions closing for more than {PATIENCE_MS // 1000} s: {left}; see `bargein cleanups`"
         return _over(job, JobState.FAILED, message)
     return replace(job, message=f"sessions left: {left}")
 
@@ -154,7 +156,7 @@ async def _find_sessions(site: Site, session_ids: list[str]) -> dict[str, Sessio
         by_partition.setdefault(partition_of(session_id, site.partitions), []).append(session_id)
     found: dict[str, Session | None] = {}
     for partition, some in by_partition.items():
-        found.update(zip(some, await fetch_lives_of(site.redis, partition, some), strict=True))
+        found.update(zip(some, await fetch_some_sessions(site.redis, partition, some), strict=True))
     return found
 
 

@@ -11,12 +11,12 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Awaitable, Callable
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, cast
+from typing import TYPE_CHECKING, Any
 
 from control.core.session import Phase
 from control.store import keys, lives
-from control.store.census import check_slots, take_census
-from control.store.inspect import ask, fetch_lives_of
+from control.store.census import check_slots, take_census, walk_pages
+from control.store.inspect import ask, fetch_some_sessions
 from control.store.keys import PartitionKeys
 from control.store.lives import LifeState
 from control.store.orders import post_orders
@@ -33,7 +33,6 @@ if TYPE_CHECKING:
     from workers.maintenance.steps import Site
 
 MOST = 100_000
-PAGE = 500
 DEAD_LETTERS_KEPT_MS = 7 * 86_400_000
 # What is on its way between two looks is not astray.
 LOOK_AGAIN_S = 5.0
@@ -105,9 +104,9 @@ async def wake_forgotten(site: Site) -> int:
     found = 0
     for partition in range(site.partitions):
         known = PartitionKeys(partition)
-        async for names in _pages(site.redis, known.sessions):
+        async for names in _names_in(site.redis, known.sessions):
             found += await _wake(site, await _find_undue(site.redis, known, names))
-        async for names in _pages(site.redis, known.marks):
+        async for names in _names_in(site.redis, known.marks):
             (states,) = await ask(site.redis, [("HMGET", known.sessions, *names)])
             # None in place of the list: the key holds something else, which is its owner's to find.
             missing = [name for name, state in zip(names, states or (), strict=states is not None) if state is None]
@@ -142,7 +141,7 @@ async def _find_undue(redis: Redis, known: PartitionKeys, names: list[str]) -> l
     (dues,) = await ask(redis, [("ZMSCORE", known.deadlines, *names)])
     if dues is None:
         return []
-    sessions, now_ms = await fetch_lives_of(redis, known.partition, names), await fetch_now_ms(redis)
+    sessions, now_ms = await fetch_some_sessions(redis, known.partition, names), await fetch_now_ms(redis)
     undue: list[str] = []
     for name, session, due in zip(names, sessions, dues, strict=True):
         if session is None:
@@ -158,13 +157,8 @@ async def _wake(site: Site, names: list[str]) -> int:
     return await post_orders(site.redis, site.partitions, [LookOrder(name) for name in names]) if names else 0
 
 
-async def _pages(redis: Redis, name: str) -> AsyncIterator[list[str]]:
+async def _names_in(redis: Redis, name: str) -> AsyncIterator[list[str]]:
     """The names of a hash's fields, some at a time."""
-    cursor = 0
-    while True:
-        page = redis.hscan(name, cursor, count=PAGE)
-        cursor, fields = await cast("Awaitable[tuple[int, dict[bytes, bytes]]]", page)
-        if fields:
-            yield [field.decode(errors="replace") for field in fields]
-        if not cursor:
-            return
+    async for _, page in walk_pages(redis, [name]):
+        if page:
+            yield [field.decode(errors="replace") for field in page]

@@ -36,6 +36,7 @@ TIMES: dict[str, Callable[[SessionRow], int | None]] = {
     "detached": lambda row: row.detached_ms,
     "cleanup_age": lambda row: row.oldest_cleanup_ms,
 }
+AMOUNTS = {**NUMBERS, **TIMES}
 HELP = (
     "id, worker, mode or phase with = or != and a pattern (*, ?, [ab]); partition or cleanups with =, !=, > or < and a "
     "whole number; idle, detached or cleanup_age with > or < and a length of time: 500ms, 30s, 10m, 2h, 1d"
@@ -58,7 +59,7 @@ class Condition(Struct, frozen=True):
         if self.field in TEXTS:
             found = any(fnmatchcase(text, str(self.value)) for text in TEXTS[self.field](row))
             return found == (self.operator == "=")
-        number: int | None = {**NUMBERS, **TIMES}[self.field](row)
+        number = AMOUNTS[self.field](row)
         if number is None:
             return False
         value: Any = self.value

@@ -19,6 +19,7 @@ from workers.maintenance.arq_jobs import QUEUE
 from workers.maintenance.process import Maintenance
 from workers.maintenance.record import Job, JobState, JobStore
 from workers.maintenance.steps import STEPS, Site
+from workers.maintenance.upkeep import Duty
 
 
 @pytest.fixture
@@ -201,3 +202,26 @@ async def test_a_server_that_can_not_be_used_ends_it_with_the_reason(redis_url: 
         await Maintenance("redis://127.0.0.1:1/0").run()
     with pytest.raises(Unusable, match="can't be reached"):
         await Maintenance(redis_url, "redis://127.0.0.1:1/0").run()
+
+
+async def test_a_duty_that_outlasts_the_lock_of_a_job_is_left_in_peace(
+    bed: Bed, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """arq took it for one that was left behind, and gave it up as tried too often."""
+    begun: list[float] = []
+    done = asyncio.Event()
+
+    async def work(site: Site) -> int:
+        del site
+        begun.append(asyncio.get_running_loop().time())
+        await asyncio.sleep(2.0)  # four times the lock, and as many polls
+        done.set()
+        return 0
+
+    monkeypatch.setattr(arq_jobs, "LOCK_S", 0.5)
+    monkeypatch.setattr(arq_jobs, "UPKEEP", (Duty("slow", work, {"second": set(range(0, 60, 5))}, "{}"),))
+    async with maintained(bed.url) as maintenance:
+        await asyncio.wait_for(done.wait(), 30)
+        await until(lambda: maintenance.stats["slow"].ok == 1)
+    assert len(begun) == 1
+    assert "exceeded" not in caplog.text

@@ -60,7 +60,7 @@ async def test_jobs_and_upkeep_need_no_other_rights_than_their_role_has(
             root.xadd("bargein:{0}:dead", {"reason": "old"}, id="1-1")
             root.hset("bargein:{admission}:slots", "nobody", "0 1")
         for duty in maintenance._runner.duties:
-            await maintenance._runner._on_duty(duty)({})
+            await maintenance._runner.do(duty)
         found = {name: stats.found for name, stats in maintenance.stats.items() if stats.found}
         assert found == {"reconcile_slots": 1, "sweep_queues": 1, "wake_forgotten": 1, "prune_dead_letters": 1}
         worker = system.stages[0].worker_id

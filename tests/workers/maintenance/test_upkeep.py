@@ -175,10 +175,10 @@ async def test_a_maintenance_process_counts_what_it_did_and_says_whether_it_goes
             await until(lambda: maintenance.polled_s > 0)
             assert maintenance._runner is not None
             for duty in maintenance._runner.duties:
-                await maintenance._runner._on_duty(duty)({})
+                await maintenance._runner.do(duty)
             await bed.redis.delete(PartitionKeys(0).dead)
             await bed.redis.set(PartitionKeys(0).dead, "nonsense")
-            await maintenance._runner._on_duty(next(d for d in UPKEEP if d.name == "prune_dead_letters"))({})
+            await maintenance._runner.do(next(d for d in UPKEEP if d.name == "prune_dead_letters"))
             shown = read(metrics.collect())
             ok = shown.nonzero("bargein_upkeep_runs_total")
             assert {key: value for key, value in ok.items() if "outcome=ok" in key} == {
