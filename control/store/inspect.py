@@ -52,8 +52,8 @@ class StoredConfig(Struct, frozen=True, kw_only=True):
 class PartitionRow(Struct, frozen=True, kw_only=True):
     """A partition. `owner` None: nobody's. `lease_left_ms` below 0: its owner has not renewed in time.
 
-    `commands`, `acks` and `orders` wait to be applied (appends that wait for their stage among them), the oldest since
-    `oldest_ms`. `sessions`: open or closing. `cleanups`: sessions that have some pending.
+    `commands`, `acks` and `orders` wait to be applied (appends that wait for their stage among them), the oldest of the
+    first two since `oldest_ms`. `sessions`: open or closing. `cleanups`: sessions that have some pending.
     """
 
     partition: int

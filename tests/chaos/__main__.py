@@ -40,6 +40,9 @@ if TYPE_CHECKING:
 PARTITIONS = 8
 SESSIONS = 20
 MAX_SESSIONS = 18  # below the number of producers: some opens are refused and tried again
+# Between two looks at processes and keys, which tell nobody when they change.
+LOOK_S = 0.3
+SHOW_S = 5.0
 START_S = 30.0
 ANSWERED_S = 30.0  # within this time after the last fault everything is answered, said and closed
 CLEAN_S = 20.0
@@ -163,7 +166,7 @@ class Run:
         while sum(1 for history in traffic.histories.values() if history.seen) < SESSIONS // 2:
             if time.monotonic() > deadline_s:
                 raise SystemExit(f"the workers didn't begin to serve within {START_S:g} s; logs in {self.directory}")
-            await asyncio.sleep(0.1)
+            await asyncio.sleep(LOOK_S)
 
     def _log_of(self, name: str) -> Path:
         return self.directory / f"{name}.log"
@@ -194,17 +197,17 @@ class Run:
             try:
                 left = await read_leftovers(redis, PARTITIONS, self._overfull)
             except (RedisError, OSError):
-                await asyncio.sleep(0.5)
+                await asyncio.sleep(LOOK_S)
                 continue
             if left.clean:
                 break
-            await asyncio.sleep(0.5)
+            await asyncio.sleep(LOOK_S)
         return left
 
     async def _supervise(self, faults: Faults) -> None:
         """Start again what has ended by itself, as whatever runs it in production does."""
         while True:
-            await asyncio.sleep(0.5)
+            await asyncio.sleep(LOOK_S)
             if not faults.holds(EVERYBODY) and await asyncio.to_thread(self._server.revive):
                 self._say("the server has ended by itself; started again")
                 self.ended_alone["server"] += 1
@@ -216,7 +219,7 @@ class Run:
 
     async def _show(self, traffic: Traffic, faults: Faults) -> None:
         while True:
-            await asyncio.sleep(5)
+            await asyncio.sleep(SHOW_S)
             seen = [entry for history in traffic.histories.values() for entry in history.seen]
             print(
                 f"{traffic.now_s:6.1f} s  {faults.counts.total()} faults, {len(traffic.histories)} sessions "
