@@ -255,12 +255,24 @@ class ValkeyCluster(_Together):
                 self._carry(here, to, name)
         for client in (there, here):
             client.execute_command("CLUSTER", "SETSLOT", slot, "NODE", self.id_of(to))
+        until(lambda: self._agree(slot, to), "all nodes know where the slot is")
 
     def move_at_once(self, key: str, to: RealServer) -> None:
         """Move a key's slot as Valkey 9 can: all of it is copied first, then it changes hands in one moment."""
         slot, source = key_slot(key.encode()), self.master_of(key)
         self.client(source).execute_command("CLUSTER", "MIGRATESLOTS", "SLOTSRANGE", slot, slot, "NODE", self.id_of(to))
-        until(lambda: self.master_of(key) is to, "the slot has moved")
+        until(lambda: self._agree(slot, to), "all nodes know where the slot is")
+
+    def _agree(self, slot: int, server: RealServer) -> bool:
+        """Whether every running node knows who serves a slot and since which epoch.
+
+        Whoever takes a slot raises the epoch that it has heard of. Two that do so before they have heard of each other
+        claim the same epoch, and whoever wins that may be the one that has given the slot away: then it is nobody's.
+        """
+        running = [node for node in self.nodes if node.running]
+        ports = [s[1] for node in running for first, last, s, *_ in self._slots(node) if first <= slot <= last]
+        epochs = {self._info(node)["cluster_current_epoch"] for node in running}
+        return ports == [server.port] * len(running) and len(epochs) == 1
 
     @staticmethod
     def _carry(here: Redis, to: RealServer, name: bytes) -> None:
