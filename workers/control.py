@@ -31,6 +31,7 @@ from workers.owner import Owner, Surroundings
 from workers.ownership import Ownership
 from workers.placement import Directory
 from workers.slot_desk import SlotDesk
+from workers.tasks import end_tasks
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable
@@ -175,7 +176,7 @@ class ControlWorker:
         await asyncio.gather(*(owner.hand_over_all() for owner in self.owners))
 
     async def _close(self, tasks: list[asyncio.Task[None]]) -> None:
-        await _end([*tasks, *(task for owner in self.owners for task in owner.tasks)])
+        await end_tasks(*tasks, *(task for owner in self.owners for task in owner.tasks))
         for owner in self.owners:
             await owner.close()
         await self._slots.close()
@@ -203,13 +204,3 @@ class ControlWorker:
 
     def _tell(self, number: int, session_id: str, events: Iterable[c.Event]) -> None:
         self._owner_of[number].tell(number, session_id, events)
-
-
-async def _end(tasks: list[asyncio.Task[None]]) -> None:
-    """Cancel until they have ended: before Python 3.12 redis-py's client may lose a cancellation."""
-    left = {task for task in tasks if not task.done()}
-    while left:
-        for task in left:
-            task.cancel()
-        _, left = await asyncio.wait(left, timeout=0.05)
-    await asyncio.gather(*tasks, return_exceptions=True)

@@ -14,6 +14,7 @@ import sys
 from typing import TYPE_CHECKING, NoReturn
 
 from workers.cli.endings import Status
+from workers.tasks import end_tasks
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Coroutine
@@ -22,7 +23,6 @@ if TYPE_CHECKING:
 log = logging.getLogger("bargein.process")
 
 SIGNALS = (signal.SIGTERM, signal.SIGINT)
-CANCEL_AGAIN_S = 0.05
 
 
 async def run_until_told(
@@ -75,20 +75,6 @@ async def run_until_interrupted(work: Coroutine[Any, Any, None]) -> None:
     finally:
         await end_tasks(task, waiting)
         loop.remove_signal_handler(signal.SIGINT)
-
-
-async def end_tasks(*tasks: asyncio.Future[Any]) -> None:
-    """Cancel tasks until they have ended; what they raise is theirs.
-
-    Once is not enough: before Python 3.12 a cancellation that meets `asyncio.wait_for` just as its work is done is
-    lost, and redis-py sends every command through one.
-    """
-    pending = {task for task in tasks if not task.done()}
-    while pending:
-        for task in pending:
-            task.cancel()
-        _, pending = await asyncio.wait(pending, timeout=CANCEL_AGAIN_S)
-    await asyncio.gather(*tasks, return_exceptions=True)
 
 
 def leave_at_once(status: int) -> NoReturn:

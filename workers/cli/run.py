@@ -20,7 +20,7 @@ import yaml
 from stages.imports import ImportPathError
 from stages.pipeline import Pipeline, parse_pipeline
 from workers.cli.endings import EXPECTED, Failure, Status, plainly
-from workers.cli.leaving import end_tasks, run_until_told
+from workers.cli.leaving import run_until_told
 from workers.cli.logs import set_up_logging
 from workers.cli.options import (
     Grace,
@@ -39,6 +39,7 @@ from workers.metrics.serving import MetricsServer, Watched, serving
 from workers.metrics.stage import StageMetrics
 from workers.settings import Settings, SettingsError, load_settings, spell
 from workers.stage import StageWorker
+from workers.tasks import end_tasks
 
 log = logging.getLogger("bargein.process")
 

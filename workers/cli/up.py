@@ -28,12 +28,13 @@ from control.store.inspect import fetch_config, fetch_partitions, fetch_stage_wo
 from control.store.link import LOST
 from workers.cli.children import Child
 from workers.cli.endings import Failure, Status, plainly
-from workers.cli.leaving import SIGNALS, end_tasks, leave_at_once
+from workers.cli.leaving import SIGNALS, leave_at_once
 from workers.cli.options import Grace, LogJson, LogLevel, PipelineFile
 from workers.cli.output import make_console
 from workers.cli.run import load_policy_plainly
 from workers.embedded import ServerProcess, require_valkey_binary
 from workers.settings import DEFAULT_URL, PREFIX, Settings, load_settings
+from workers.tasks import end_tasks
 
 if TYPE_CHECKING:
     from collections.abc import Coroutine

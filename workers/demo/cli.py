@@ -29,7 +29,7 @@ from bargein_client import AsyncBargein, BargeinError
 from control.store.keys import partition_of
 from stages.pipeline import SHIPPED, Pipeline, load_pipeline
 from workers.cli.endings import Failure, Status, plainly
-from workers.cli.leaving import SIGNALS, end_tasks, leave_at_once
+from workers.cli.leaving import SIGNALS, leave_at_once
 from workers.cli.run import load_policy_plainly
 from workers.demo.board import Board
 from workers.demo.dialogue import RATE_HZ, Dialogue, NotingRedis
@@ -40,6 +40,7 @@ from workers.demo.view import View
 from workers.demo.watch import Watch
 from workers.demo.wav import NotSpeech, read_wav, resample, write_wav
 from workers.settings import PACKAGED_PIPELINE
+from workers.tasks import end_tasks
 
 if TYPE_CHECKING:
     from collections.abc import Coroutine

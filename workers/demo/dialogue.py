@@ -18,11 +18,11 @@ from redis.asyncio import Redis
 
 from bargein_client import BargeinError, CleanupFailedError, Gap, Lifecycle, Output, Reply, StageTimeoutError
 from workers.cli.endings import Failure
-from workers.cli.leaving import end_tasks
 from workers.demo.audit import Audit
 from workers.demo.playback import Loudspeaker, Track
 from workers.demo.speech import FRAME_MS, measure_db
 from workers.demo.wav import to_pcm
+from workers.tasks import end_tasks
 
 if TYPE_CHECKING:
     from collections.abc import Awaitable, Callable, Sequence

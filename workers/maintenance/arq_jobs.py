@@ -30,6 +30,7 @@ from control.store.link import LOST
 from workers.maintenance.record import MOST, JobState
 from workers.maintenance.steps import STEPS
 from workers.maintenance.upkeep import UPKEEP, Duty
+from workers.tasks import end_tasks
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Coroutine
@@ -147,11 +148,12 @@ class Runner:
         try:
             await asyncio.wait({working, told}, return_when=asyncio.FIRST_COMPLETED)
         finally:
-            told.cancel()
-            working.cancel()
-            tasks = list(worker.tasks.values())
-            worker.handle_sig(signal.SIGTERM)  # cancels what runs; arq puts it back
-            found = await asyncio.gather(working, *tasks, return_exceptions=True)
+            try:
+                await end_tasks(told, working)
+            finally:
+                tasks = list(worker.tasks.values())
+                worker.handle_sig(signal.SIGTERM)  # cancels what runs; arq puts it back
+                found = await asyncio.gather(working, *tasks, return_exceptions=True)
         for error in found:
             if isinstance(error, Exception):
                 raise error

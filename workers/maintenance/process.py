@@ -24,6 +24,7 @@ from workers.maintenance.arq_jobs import Runner
 from workers.maintenance.record import JobStore
 from workers.maintenance.steps import STEPS, Site
 from workers.metrics.histogram import Histogram
+from workers.tasks import end_tasks
 
 if TYPE_CHECKING:
     from redis.asyncio import Redis
@@ -72,7 +73,7 @@ class Maintenance:
             finding = asyncio.ensure_future(self._find_config(access.redis))
             await asyncio.wait({finding, stopping}, return_when=asyncio.FIRST_COMPLETED)
             if not finding.done():
-                finding.cancel()
+                await end_tasks(finding)
                 return
             site = Site(access.redis, finding.result().partitions, JobStore(jobs.redis))
             runner = self._runner = Runner(jobs.pool, site, self._note_run, self._note_trouble)

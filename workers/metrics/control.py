@@ -7,7 +7,6 @@ called from other threads: they read numbers, and copies of what the loop may ch
 
 from __future__ import annotations
 
-import asyncio
 import time
 from typing import TYPE_CHECKING
 
@@ -16,6 +15,7 @@ from workers.metrics import declared as d
 from workers.metrics.families import Families
 from workers.metrics.readiness import WITHIN_S, Pulse, check_control
 from workers.metrics.sampling import INTERVAL_S, MOST_SESSIONS, Sampler
+from workers.tasks import run_together
 
 if TYPE_CHECKING:
     from control.store.lives import Life
@@ -51,9 +51,7 @@ class ControlMetrics:
 
     async def run(self) -> None:
         """Sample until cancelled."""
-        async with asyncio.TaskGroup() as group:
-            group.create_task(self.pulse.run())
-            group.create_task(self.sampler.run())
+        await run_together(self.pulse.run(), self.sampler.run())
 
     def checks(self) -> list[Check]:
         """For `/readyz`."""

@@ -17,6 +17,7 @@ from redis.exceptions import RedisError
 from control.store.access import open_access
 from control.store.census import Census, SlotSample, check_slots, fetch_backlogs, probe_write, take_census
 from control.store.link import LOST
+from workers.tasks import run_together
 
 if TYPE_CHECKING:
     from collections.abc import Awaitable, Callable
@@ -62,10 +63,11 @@ class Sampler:
         access = open_access(self._url, timeout_s=TIMEOUT_S, name=f"{self._worker.worker_id}-metrics")
         self._redis = access.redis
         try:
-            async with asyncio.TaskGroup() as group:
-                group.create_task(self._again_and_again(self._probe, min(PROBE_S, self._interval_s)))
-                group.create_task(self._again_and_again(self._look_quickly, self._interval_s))
-                group.create_task(self._again_and_again(self._look_closely, self._interval_s))
+            await run_together(
+                self._again_and_again(self._probe, min(PROBE_S, self._interval_s)),
+                self._again_and_again(self._look_quickly, self._interval_s),
+                self._again_and_again(self._look_closely, self._interval_s),
+            )
         finally:
             await access.close()
 

@@ -23,8 +23,8 @@ from typing import TYPE_CHECKING, Any, Protocol
 from prometheus_client import CollectorRegistry, GCCollector, ProcessCollector
 from prometheus_client.exposition import choose_encoder
 
-from workers.cli.leaving import end_tasks
 from workers.metrics import declared as d
+from workers.tasks import end_tasks
 
 if TYPE_CHECKING:
     from collections.abc import AsyncGenerator, Iterable
