@@ -61,8 +61,13 @@ def hook_forks() -> None:
 
 
 def _after_fork() -> None:
+    if not starting.locked():
+        return
+    # It would tell the parent's event loop of its own signals, through the socket that both have: the SIGTERM with
+    # which vLLM ends it would be the parent's second one, which doesn't ask (S45).
+    signal.set_wakeup_fd(-1)
     # Not `die_with_parent`: multiprocessing sets who the parent is a little later.
-    if starting.locked() and sys.platform == "linux":
+    if sys.platform == "linux":
         _depend_on_parent()
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import copy
+import json
 import os
 import signal
 import time
@@ -18,6 +19,7 @@ from stages.pipeline import Pipeline, parse_pipeline
 from stages.vllm_engine import VllmEngine
 from tests.stages.vllm.bed import SEATS, core_holds, small_options
 from tests.system import RunningSystem
+from tests.workers.cli_process import Bargein, wait_until
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -113,6 +115,22 @@ async def test_i8_sampling_that_the_engine_would_refuse_leaves_a_session_that_ca
         with pytest.raises(BargeinError, match="temperature") as refused:
             await session.append(HELLO, mode="append_tokens", final=True)
         assert refused.value.code == "invalid_argument"
+
+
+def test_s45_a_stage_worker_that_forked_its_core_leaves_when_it_is_told_to(
+    redis_url: str, tiny_model: Path, tmp_path: Path
+) -> None:
+    """vLLM ends its core with a SIGTERM; one that is a fork must not pass that on to the worker's event loop."""
+    options = small_options(tiny_model)
+    assert options["fork"]
+    stage = {"name": "thinker", "engine": "vllm", "capacity": SEATS - 1, "options": options}
+    file = tmp_path / "pipeline.json"  # JSON is YAML
+    file.write_text(json.dumps({"stages": [stage]}))
+    with Bargein("stage", "--stage", "thinker", redis_url=redis_url, pipeline=file) as worker:
+        assert wait_until(lambda: "takes sessions" in worker.log, 90), worker.log
+        worker.process.send_signal(signal.SIGTERM)
+        assert worker.process.wait(60) == 0, worker.log
+        assert "stage thinker has left" in worker.log
 
 
 async def test_s41_a_killed_core_ends_its_sessions_within_a_second_and_the_next_ones_run(
