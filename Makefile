@@ -36,6 +36,10 @@ help: ## this list
 demo: env ## a conversation with interruptions on an embedded server, under a minute
 	@$(BIN)/bargein demo $(ARGS)
 
+.PHONY: demo-vllm
+demo-vllm: env-vllm ## the same with a language model on vLLM, then with many sessions at once; three minutes
+	@$(VLLM)/bin/bargein demo --vllm $(ARGS)
+
 ##@ Work on it
 .PHONY: env
 env: $(VENV)/.project $(VENV)/.torch-$(TORCH) ## the environment alone, in .venv
@@ -51,7 +55,7 @@ env-vllm: $(VLLM)/.done ## vLLM without a GPU, in .venv-vllm (CPython 3.11, two 
 
 .PHONY: test-vllm
 test-vllm: env-vllm ## the tests that run the real vLLM, with a tiny model made on the spot
-	@$(VLLM)/bin/python -m pytest -m vllm -W default -p no:unraisableexception tests/stages $(ARGS)
+	@$(VLLM)/bin/python -m pytest -m vllm -W default -p no:unraisableexception tests/stages tests/workers/test_demo_model.py $(ARGS)
 
 .PHONY: check
 check: env ## lint, format, types and who may import whom

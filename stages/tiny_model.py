@@ -6,6 +6,7 @@ and transformers.
 
 from __future__ import annotations
 
+import argparse
 import sys
 from importlib import import_module
 from pathlib import Path
@@ -37,7 +38,7 @@ QUICK: dict[str, Any] = {
 """Options that start a tiny model in seconds on a CPU; only `model` is missing."""
 
 
-def make_tiny_model(folder: str | Path, *, context: int = 1024) -> Path:
+def make_tiny_model(folder: str | Path, *, context: int = 1024, hidden: int = 64, layers: int = 2) -> Path:
     """Write the model and its tokenizer into `folder`. `context`: how many tokens it can hold."""
     torch: Any = import_module("torch")
     transformers: Any = import_module("transformers")
@@ -45,11 +46,11 @@ def make_tiny_model(folder: str | Path, *, context: int = 1024) -> Path:
     torch.manual_seed(7)
     config = transformers.LlamaConfig(
         vocab_size=VOCABULARY,
-        hidden_size=64,
-        intermediate_size=128,
-        num_hidden_layers=2,
-        num_attention_heads=2,
-        num_key_value_heads=2,
+        hidden_size=hidden,
+        intermediate_size=2 * hidden,
+        num_hidden_layers=layers,
+        num_attention_heads=hidden // 32,
+        num_key_value_heads=hidden // 32,
         max_position_embeddings=context,
         initializer_range=0.3,  # the default's greedy answers are one token over and over
         bos_token_id=END_OF_TEXT,
@@ -71,8 +72,16 @@ def _byte_tokenizer() -> Any:
     tokenizer.pre_tokenizer = byte_level(add_prefix_space=False)
     tokenizer.decoder = tokenizers.decoders.ByteLevel()
     transformers: Any = import_module("transformers")
-    return transformers.PreTrainedTokenizerFast(tokenizer_object=tokenizer, eos_token="<end>", bos_token="<end>")
+    ends = dict.fromkeys(("eos_token", "bos_token"), "<end>")
+    return transformers.PreTrainedTokenizerFast(tokenizer_object=tokenizer, **ends)
 
 
 if __name__ == "__main__":
-    print(make_tiny_model(sys.argv[1]))
+    arguments = argparse.ArgumentParser(description="Make a tiny model of random weights in FOLDER.")
+    arguments.add_argument("folder", metavar="FOLDER")
+    arguments.add_argument("--context", type=int, default=1024, help="how many tokens it can hold")
+    arguments.add_argument("--hidden", type=int, default=64, help="its width, a multiple of 32")
+    arguments.add_argument("--layers", type=int, default=2)
+    given = arguments.parse_args()
+    made = make_tiny_model(given.folder, context=given.context, hidden=given.hidden, layers=given.layers)
+    sys.stdout.write(f"{made}\n")

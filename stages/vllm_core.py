@@ -160,6 +160,18 @@ class VllmCore:
         """Return once the core has worked off everything that was sent to it before."""
         await self._llm.is_paused()
 
+    async def count_held(self) -> int:
+        """How many requests the core has, told by itself: it says so after each of its steps, hence one of nobody's."""
+        await self.settle()
+        before = self.counts.records
+        params = self.sampling({"max_tokens": 2, "temperature": 0.0, "ignore_eos": True}, 2)
+        async for _ in self._llm.generate(self._tokens([1, 2, 3]), params, "nobody's"):
+            pass
+        await self.settle()
+        while self.counts.running or self.counts.records == before:  # noqa: ASYNC110  another process's doing
+            await asyncio.sleep(0.002)
+        return self.counts.held
+
     def find_death(self) -> str | None:
         """Why it can't be used any more, None while it can."""
         gone = [f"{each.name} (exit {each.exitcode})" for each in self.processes if not each.is_alive()]

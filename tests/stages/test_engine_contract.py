@@ -15,7 +15,7 @@ from control.core.fence import Fence
 from stages.conformance import LIVES, QUESTIONS, RUNNING, Bench, InputKind, ask, check_engine, title_of
 from stages.engine import EngineConfigError, EngineRefusal, Load, Output, load_engine
 from stages.parrot import ParrotEngine
-from tests.stages.vllm.tiny_model import QUICK, make_tiny_model
+from stages.tiny_model import QUICK, make_tiny_model
 
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator

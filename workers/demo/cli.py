@@ -31,14 +31,16 @@ from stages.pipeline import SHIPPED, Pipeline, load_pipeline
 from workers.cli.endings import Failure, Status, plainly
 from workers.cli.leaving import SIGNALS, leave_at_once
 from workers.cli.run import load_policy_plainly
+from workers.demo import llm
 from workers.demo.board import Board
 from workers.demo.dialogue import RATE_HZ, Dialogue, NotingRedis
 from workers.demo.findings import Findings, conclude
+from workers.demo.llm import PIPELINE, ModelRun, require_vllm
 from workers.demo.speech import find_utterances, plan_turns
 from workers.demo.system import SOCKET_TIMEOUT_S, System
 from workers.demo.view import View
 from workers.demo.watch import Watch
-from workers.demo.wav import NotSpeech, read_wav, resample, write_wav
+from workers.demo.wav import NotSpeech, read_wav, resample, to_pcm, write_wav
 from workers.settings import PACKAGED_PIPELINE
 from workers.tasks import end_tasks
 
@@ -56,6 +58,7 @@ INCARNATION = 0
 OPEN_S = 10.0
 OPEN_AGAIN_S = 0.1
 MOST_S = 75.0
+CROWD_SPEECH_S = 2.0
 
 
 @plainly
@@ -77,13 +80,24 @@ def demo(
         ),
     ] = None,
     kill: Annotated[bool, typer.Option("--kill/--no-kill", help="Kill a control worker half way")] = True,
+    vllm: Annotated[
+        bool, typer.Option("--vllm", help="With vLLM and a tiny model as the first stage; see `make demo-vllm`")
+    ] = False,
+    most: Annotated[
+        int, typer.Option("--most", min=0, max=63, help="With --vllm: try up to so many sessions at once; 0: none")
+    ] = 32,
 ) -> None:
     """Hold a conversation with interruptions, on a server and workers of its own, and check what came of it.
 
     Speech goes to the model in real time; the model speaks back, and the user talks over it. It takes less than a
-    minute and ends with a table and the sound that the user would have heard. Ctrl-C ends all of it.
+    minute and ends with a table and the sound that the user would have heard. With --vllm it takes three: afterwards it
+    finds out how many sessions this machine bears at once. Ctrl-C ends all of it.
     """
-    pipeline_path, remark = (pipeline, "") if pipeline is not None else choose_pipeline()
+    if vllm:
+        if pipeline is not None:
+            raise Failure("--vllm and --pipeline: one of them", Status.SETTINGS)
+        require_vllm()
+    pipeline_path, remark = (PIPELINE, "") if vllm else (pipeline, "") if pipeline is not None else choose_pipeline()
     described = load_pipeline(pipeline_path)
     if not described.stages:
         raise Failure(f"{pipeline_path} has no stages, so nobody would answer", Status.SETTINGS)
@@ -91,7 +105,7 @@ def demo(
     wav = wav or SPEECH
     turns = plan_from(wav, kill=kill)
     prepare_files(out, json_file)
-    run = _Run(described, pipeline_path, wav, turns, out)
+    run = _Run(described, pipeline_path, wav, turns, out, most if vllm else None)
     board = Board(stages=[f"{stage.name} ({stage.engine.rpartition(':')[2]})" for stage in described.stages])
     findings = asyncio.run(_until_told(run.run(board, remark), run))
     if json_file is not None:
@@ -139,32 +153,46 @@ def prepare_files(out: Path, json_file: Path | None) -> None:
 class _Run:
     """One run of the demo."""
 
-    def __init__(self, pipeline: Pipeline, pipeline_path: Path, wav: Path, turns: list[Turn], out: Path) -> None:
+    def __init__(
+        self, pipeline: Pipeline, pipeline_path: Path, wav: Path, turns: list[Turn], out: Path, most: int | None
+    ) -> None:
+        """`most`: with a language model, and a crowd of up to so many afterwards."""
+        self._most = most
         self._pipeline = pipeline
         self._pipeline_path = pipeline_path.absolute()
         self._wav = wav
         self._turns = turns
         self._out = out
         self._log_path = out / "workers.log"
+        self._model: ModelRun | None = None
         self.system: System | None = None
         self.view: View | None = None
 
     async def run(self, board: Board, remark: str) -> Findings:
         with tempfile.TemporaryDirectory(prefix="bargein-demo-") as folder:
             view = self.view = View(board)
-            system = self.system = System(
-                self._pipeline, self._pipeline_path, Path(folder), self._log_path, board, view.say
-            )
+            model, more = None, {}
             most_s = MOST_S + self._pipeline.control.lease_s
+            if self._most is not None:
+                model = self._model = ModelRun(Path(folder), self._out, self._most, board, view.say)
+                self._pipeline_path, most_s = model.pipeline_path, llm.MOST_S
+                more = {"ready_s": llm.READY_S, "beyond_grace_s": llm.BEYOND_GRACE_S}
+            system = self.system = System(
+                self._pipeline, self._pipeline_path, Path(folder), self._log_path, board, view.say, **more
+            )
             with view:
                 showing = asyncio.create_task(view.run())
                 try:
                     view.say(self._introduce(board))
                     if remark:
                         view.say(remark)
+                    if model is not None:
+                        await model.prepare()
                     await system.start()
                     async with asyncio.timeout(most_s):
                         findings = await _first_of(self._converse(board), system.guard())
+                    if model is not None:
+                        await _first_of(model.meet_crowd(system.url, self._speech()), system.guard())
                 except TimeoutError:
                     raise Failure(f"the conversation has not come to its end within {most_s:g} s") from None
                 except RedisError as error:
@@ -175,6 +203,8 @@ class _Run:
                     board.doing = "ending every process"
                     await system.end()
                     await end_tasks(showing)
+            if model is not None:
+                findings = model.complete(findings)
             view.finish(findings)
             return findings
 
@@ -216,6 +246,9 @@ class _Run:
             await watch.read_stream()
             await watch.settle()
             dropped_by_client = session.dropped_locally
+        if self._model is not None:
+            for each in dialogue.interruptions:
+                self._model.note_barge_in(SESSION_ID, INCARNATION, each.epoch, dialogue.began_s + each.at_s)
         heard_wav, conversation_wav = self._write_sound(dialogue)
         return conclude(
             dialogue=dialogue,
@@ -229,6 +262,11 @@ class _Run:
             conversation_wav=conversation_wav,
             log=self._log_path,
         )
+
+    def _speech(self) -> bytes:
+        """A few seconds of it, whatever there is."""
+        sound = to_pcm(self._turns[0].sound)
+        return sound * (1 + round(CROWD_SPEECH_S * RATE_HZ * 2) // len(sound))
 
     def _write_sound(self, dialogue: Dialogue) -> tuple[Path, Path]:
         heard_wav, conversation_wav = self._out / "heard.wav", self._out / "conversation.wav"

@@ -195,6 +195,11 @@ class Dialogue:
         return len(self._turns)
 
     @property
+    def began_s(self) -> float:
+        """When the conversation began, by the monotonic clock."""
+        return self._began_s
+
+    @property
     def now_s(self) -> float:
         """Since the conversation began."""
         return asyncio.get_running_loop().time() - self._began_s

@@ -13,8 +13,11 @@ from itertools import pairwise
 from statistics import median
 from typing import TYPE_CHECKING
 
+import msgspec
 from msgspec import Struct
 
+from workers.demo.llm_findings import ModelFindings
+from workers.demo.llm_words import describe_model, find_wrong
 from workers.demo.watch import DROPPED
 
 if TYPE_CHECKING:
@@ -90,6 +93,11 @@ class Findings(Struct, frozen=True, kw_only=True):
     heard_wav: str
     conversation_wav: str
     log: str
+    model: ModelFindings | None = None
+
+    def with_model(self, model: ModelFindings) -> Findings:
+        """These, and what the language model's engine has noted."""
+        return msgspec.structs.replace(self, model=model, ok=self.ok and model.ok)
 
 
 def conclude(
@@ -178,6 +186,8 @@ def describe(findings: Findings) -> list[tuple[str, str]]:
             "gap to the next reply": f"{outage.gap_ms:,.0f} ms with a lease of {outage.lease_ms:,} ms; meanwhile "
             f"{outage.outputs_meanwhile} pieces of speech came, at most {outage.silence_ms:.0f} ms apart",
         }
+    if found.model is not None:
+        rows |= describe_model(found.model)
     rows |= {
         "what the user heard": found.heard_wav,
         "both voices": f"{found.conversation_wav} (left the user, right the model)",
@@ -199,6 +209,8 @@ def verdict(findings: Findings) -> str:
         wrong.append(f"not released: {', '.join(left[:NAMED])}{others}")
     elif findings.requests_held_by_engines:
         wrong.append(f"the stage workers still hold {findings.requests_held_by_engines} requests")
+    if findings.model is not None:
+        wrong += find_wrong(findings.model)
     return f"FAILED: {'; '.join(wrong)}."
 
 

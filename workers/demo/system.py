@@ -53,7 +53,13 @@ class System:
         log_path: Path,
         board: Board,
         say: Callable[[str], None],
+        *,
+        ready_s: float = READY_S,
+        beyond_grace_s: float = BEYOND_GRACE_S,
     ) -> None:
+        """`ready_s`: how long the workers may take to start, `beyond_grace_s`: to stop once they hold nothing."""
+        self._ready_s = ready_s
+        self._beyond_grace_s = beyond_grace_s
         self._pipeline = pipeline
         self._board = board
         self._say = say
@@ -165,7 +171,7 @@ class System:
     async def _wait_for(self, is_so: Callable[[], Awaitable[bool]], what: str) -> None:
         self._board.doing = f"waiting for {what}"
         try:
-            async with asyncio.timeout(READY_S):
+            async with asyncio.timeout(self._ready_s):
                 while True:
                     self._check()
                     with contextlib.suppress(RedisError, *LOST):
@@ -174,7 +180,7 @@ class System:
                     await asyncio.sleep(LOOK_S)
         except TimeoutError:
             log = "\n".join(f"  {line}" for line in self._tail)
-            raise Failure(f"waited {READY_S:g} s for {what}; the last that was logged:\n{log}") from None
+            raise Failure(f"waited {self._ready_s:g} s for {what}; the last that was logged:\n{log}") from None
 
     async def _has_joined(self, name: str) -> bool:
         for row in await fetch_controls(self.redis, 0):
@@ -200,7 +206,7 @@ class System:
         for name in names:
             self._children[name].stop()
         if tasks:
-            _, left = await asyncio.wait(tasks, timeout=GRACE_S + BEYOND_GRACE_S)
+            _, left = await asyncio.wait(tasks, timeout=GRACE_S + self._beyond_grace_s)
             for name in names:
                 if self._tasks[name] in left:
                     self._children[name].signal(signal.SIGKILL)

@@ -7,9 +7,9 @@ import copy
 from typing import TYPE_CHECKING, Any, Self
 
 from stages.engine import Output
+from stages.tiny_model import QUICK
 from stages.vllm_engine import VllmEngine
 from tests.stages.ear import PATIENCE_S, Ear, input_for, request_name
-from tests.stages.vllm.tiny_model import QUICK
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -85,21 +85,8 @@ class Bed:
 
 
 async def core_holds(engine: VllmEngine) -> int:
-    """How many requests the core has, told by itself: it says so after each of its steps."""
+    """How many requests the core has, told by itself."""
     core = engine._core
     assert core is not None
-    await core.settle()
-    before = core.counts.records
     async with asyncio.timeout(PATIENCE_S):
-        # A request of nobody's, so that there is a step to say it after.
-        await _run_once(core)
-        await core.settle()
-        while core.counts.running or core.counts.records == before:  # noqa: ASYNC110  another process's doing
-            await asyncio.sleep(0.002)
-    return core.counts.held
-
-
-async def _run_once(core: Any) -> None:
-    params = core.sampling({"max_tokens": 2, "temperature": 0.0, "ignore_eos": True}, 2)
-    async for _ in core._llm.generate(core._tokens([1, 2, 3]), params, "probe"):
-        pass
+        return await core.count_held()

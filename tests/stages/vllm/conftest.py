@@ -11,9 +11,9 @@ from typing import TYPE_CHECKING, Any
 import pytest
 import pytest_asyncio
 
+from stages.tiny_model import make_tiny_model
 from tests.stages.ear import Ear
 from tests.stages.vllm.bed import Bed, small_options
-from tests.stages.vllm.tiny_model import make_tiny_model
 
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator
