@@ -57,6 +57,12 @@ env-vllm: $(VLLM)/.done ## vLLM without a GPU, in .venv-vllm (CPython 3.11, two 
 test-vllm: env-vllm ## the tests that run the real vLLM, with a tiny model made on the spot
 	@$(VLLM)/bin/python -m pytest -m vllm -W default -p no:unraisableexception tests/stages tests/workers/test_demo_model.py $(ARGS)
 
+.PHONY: test-vllm-oldest
+test-vllm-oldest: ## the same with the oldest vLLM that is supported, in an environment of its own
+	@$(MAKE) env-vllm VLLM=$(VLLM)-oldest
+	@$(VLLM)-oldest/bin/python -m pip --disable-pip-version-check install -q --require-hashes --no-deps -r requirements-vllm-oldest.lock
+	@$(MAKE) test-vllm VLLM=$(VLLM)-oldest
+
 .PHONY: check
 check: env ## lint, format, types and who may import whom
 	@failed=; \
@@ -123,7 +129,7 @@ lock: env ## resolve requirements*.lock anew from pyproject.toml
 
 .PHONY: clean
 clean: ## remove the environment and everything that tools left behind
-	@rm -rf $(VENV) $(VLLM) .lock-venv build dist .hypothesis .import_linter_cache .pytest_cache .ruff_cache .coverage htmlcov
+	@rm -rf $(VENV) $(VLLM) $(VLLM)-oldest .lock-venv build dist .hypothesis .import_linter_cache .pytest_cache .ruff_cache .coverage htmlcov
 	@find . -name __pycache__ -type d -prune -exec rm -rf {} + ; rm -rf *.egg-info clients/python/*.egg-info
 
 # --- the environment: a file in .venv says that a part of it is done ----------------------------------------------

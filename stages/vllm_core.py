@@ -35,8 +35,10 @@ from stages.vllm_options import VllmOptions, check_seats
 
 log = logging.getLogger("bargein.vllm")
 
-OLDEST, TOO_NEW = (0, 32), (0, 34)
-"""The versions of vLLM that this is written for: from the first up to, but not including, the second."""
+OLDEST, TOO_NEW = (0, 31), (0, 34)
+"""The versions of vLLM that this is written for: from the first up to, but not including, the second.
+
+Before 0.31 an answer to input that came in pieces ends early."""
 
 NOT_PUBLIC = (
     # what vLLM exports or documents (`AsyncEngineArgs`, `SamplingParams`, `generate`, `abort`, plugins) isn't here

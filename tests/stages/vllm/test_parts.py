@@ -50,7 +50,7 @@ def test_the_later_layer_of_sampling_wins() -> None:
 
 @pytest.mark.parametrize(
     ("found", "works"),
-    [("0.31.9", False), ("0.32.0", True), ("0.33.1+cpu", True), ("0.34.0", False), ("1.0.0", False)],
+    [("0.30.9", False), ("0.31.0", True), ("0.33.1+cpu", True), ("0.34.0", False), ("1.0.0", False)],
 )
 def test_another_version_of_vllm_is_refused_in_words(
     monkeypatch: pytest.MonkeyPatch, found: str, *, works: bool
