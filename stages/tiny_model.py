@@ -14,6 +14,7 @@ from typing import Any
 
 VOCABULARY = 260
 END_OF_TEXT = 256
+AUDIO, BEFORE_AUDIO, AFTER_AUDIO = 260, 261, 262
 
 QUICK: dict[str, Any] = {
     "fork": True,
@@ -58,6 +59,53 @@ def make_tiny_model(folder: str | Path, *, context: int = 1024, hidden: int = 64
     )
     transformers.LlamaForCausalLM(config).to(torch.float32).save_pretrained(folder)
     _byte_tokenizer().save_pretrained(folder)
+    return folder
+
+
+def make_tiny_listener(folder: str | Path, *, context: int = 1024) -> Path:
+    """A model as tiny that also takes audio (16 kHz), of the kind of Qwen2-Audio. `AUDIO` is the placeholder's token.
+
+    `BEFORE_AUDIO` and `AFTER_AUDIO` stand around it.
+    """
+    torch: Any = import_module("torch")
+    transformers: Any = import_module("transformers")
+    safetensors: Any = import_module("safetensors.torch")
+    folder = Path(folder)
+    torch.manual_seed(7)
+    tokenizer = _byte_tokenizer()
+    tokenizer.add_special_tokens({"additional_special_tokens": ["<|AUDIO|>", "<|audio_bos|>", "<|audio_eos|>"]})
+    features = transformers.WhisperFeatureExtractor(feature_size=16, sampling_rate=16_000)
+    language: dict[str, Any] = {
+        "vocab_size": 272,
+        "hidden_size": 64,
+        "intermediate_size": 128,
+        "num_hidden_layers": 2,
+        "num_attention_heads": 2,
+        "num_key_value_heads": 2,
+        "max_position_embeddings": context,
+        "initializer_range": 0.3,
+        "bos_token_id": END_OF_TEXT,
+        "eos_token_id": END_OF_TEXT,
+    }
+    ear: dict[str, Any] = {
+        "num_mel_bins": 16,
+        "encoder_layers": 1,
+        "encoder_attention_heads": 2,
+        "encoder_ffn_dim": 64,
+        "d_model": 64,
+    }
+    config = transformers.Qwen2AudioConfig(
+        audio_config={"model_type": "qwen2_audio_encoder", **ear},
+        text_config={"model_type": "qwen2", **language},
+        audio_token_index=AUDIO,
+    )
+    transformers.Qwen2AudioForConditionalGeneration(config).to(torch.float32).save_pretrained(folder)
+    transformers.Qwen2AudioProcessor(feature_extractor=features, tokenizer=tokenizer).save_pretrained(folder)
+    # transformers 5 repeats a part of the name that the published checkpoints, and vLLM, have once.
+    weights = folder / "model.safetensors"
+    named = safetensors.load_file(weights)
+    once = {name.replace("language_model.model.model.", "language_model.model."): each for name, each in named.items()}
+    safetensors.save_file(once, weights, metadata={"format": "pt"})
     return folder
 
 

@@ -50,6 +50,8 @@ NOT_PUBLIC = (
     "vllm.SamplingParams.verify: its arguments; done without where they are others",
     "vllm.v1.metrics.loggers.StatLoggerBase and SchedulerStats: num_*_reqs, kv_cache_usage",
     "vllm.config.VllmConfig: model_config.max_model_len, .runner_type, .get_vocab_size(), .skip_tokenizer_init",
+    "vllm.config.VllmConfig: model_config.is_multimodal_model",
+    "vllm.v1.engine.async_llm.AsyncLLM.renderer.render_cmpl_async(skip_mm_cache=), for multi-modal prompts alone",
     "vllm.config.VllmConfig: scheduler_config.max_num_seqs, .async_scheduling; speculative_config",
     "vllm.config.VllmConfig: cache_config.num_gpu_blocks, .block_size",
     "VLLM_WORKER_MULTIPROC_METHOD",
@@ -97,6 +99,7 @@ class VllmCore:
         self.processes = processes
         self.context_tokens: int = config.model_config.max_model_len
         self.vocabulary: int = config.model_config.get_vocab_size()
+        self.is_multi_modal = bool(config.model_config.is_multimodal_model)
         # With a step in flight while the former one is read, the core may keep a turn's last token as well.
         self.keeps_all_said = bool(config.scheduler_config.async_scheduling or config.speculative_config)
         blocks, size = config.cache_config.num_gpu_blocks, config.cache_config.block_size
@@ -145,9 +148,27 @@ class VllmCore:
             return False
         return True
 
-    def chunk(self, tokens: Sequence[int], sampling: Any) -> Any:
-        """Input for a request that goes on. The tokens are copied: vLLM extends the list that it gets."""
-        return self._input(prompt=self._tokens(list(tokens)), sampling_params=sampling)
+    async def render(self, tokens: Sequence[int], media: Mapping[str, Any]) -> dict[str, Any]:
+        """vLLM's own form of tokens with multi-modal data, its placeholders as long as what they stand for.
+
+        In vLLM's threads. Raises `ValueError` for what the model doesn't take.
+        """
+        if not self.is_multi_modal:
+            raise ValueError("this model takes tokens and text, no multi-modal data")
+        prompt = {"prompt_token_ids": list(tokens), "multi_modal_data": dict(media)}
+        try:
+            # Without the cache: it expects the core to get everything that was ever rendered, in that order.
+            (rendered,) = await self._llm.renderer.render_cmpl_async([prompt], skip_mm_cache=True)
+        except Exception as error:
+            if self.is_death(error):
+                raise
+            raise ValueError(f"multi_modal_data: {type(error).__name__}: {error}") from None
+        return rendered
+
+    def chunk(self, tokens: Sequence[int], rendered: Mapping[str, Any] | None, sampling: Any) -> Any:
+        """Input for a request that goes on: `rendered`, or tokens. They are copied: vLLM extends the list it gets."""
+        prompt = self._tokens(list(tokens)) if rendered is None else {**rendered, "prompt_token_ids": list(tokens)}
+        return self._input(prompt=prompt, sampling_params=sampling)
 
     def generate(self, request_id: str, feed: AsyncGenerator[Any, None]) -> AsyncGenerator[Any, None]:
         """What vLLM says to the chunks in `feed`."""

@@ -22,7 +22,7 @@ from stages.vllm_admission import Admission
 from stages.vllm_core import VllmCore, load_core
 from stages.vllm_options import find_seats, read_sampling, read_vllm_options
 from stages.vllm_request import Chunk, Request, close_feed
-from stages.vllm_text import TurnText, read_prompt
+from stages.vllm_text import Prompt, TurnText, read_prompt
 from stages.vllm_watch import Watch
 
 log = logging.getLogger("bargein.vllm")
@@ -84,7 +84,7 @@ class VllmEngine:
             )
             self._requests[submission.request_id] = request
         try:
-            tokens = await self._encode(core, request, prompt) if isinstance(prompt, str) else prompt
+            tokens, media = await self._read(core, request, prompt)
             if request.leaving or self._port is None:
                 raise EngineRefusal("failed_precondition", f"request {submission.request_id} is being aborted")
             admission.check_room(request, len(tokens))
@@ -92,7 +92,7 @@ class VllmEngine:
             if not request.taken and not request.leaving:
                 self._requests.pop(submission.request_id, None)
             raise
-        chunk = Chunk(tokens, submission.fence, submission.final, sampling)
+        chunk = Chunk(tokens, submission.fence, submission.final, sampling, media)
         request.add(chunk, prefill=self._options.prefill)
         if request.task is None:
             request.task = self._spawn(self._run(core, request), f"vllm-engine {request.request_id}")
@@ -183,6 +183,18 @@ class VllmEngine:
         if request is None and self._admission is not None:
             self._admission.check_new()
 
+    async def _read(self, core: VllmCore, request: Request, prompt: Prompt) -> tuple[list[int], Any]:
+        """The prompt's tokens, and vLLM's own form of it where it holds more than tokens."""
+        said = prompt.said
+        tokens = await self._encode(core, request, said) if isinstance(said, str) else said
+        if prompt.media is None:
+            return tokens, None
+        try:
+            rendered = await core.render(tokens, prompt.media)
+        except ValueError as error:
+            raise EngineRefusal("invalid_argument", str(error)) from None
+        return rendered["prompt_token_ids"], rendered
+
     async def _encode(self, core: VllmCore, request: Request, text: str) -> list[int]:
         if core.tokenizer is None:
             raise EngineRefusal("invalid_argument", "this stage takes tokens: engine.skip_tokenizer_init is set")
@@ -211,8 +223,8 @@ class VllmEngine:
 
     def _wrap(self, core: VllmCore, chunk: Chunk, room: int) -> Any:
         if chunk.final:
-            return core.chunk(chunk.tokens, core.sampling(chunk.sampling, room))
-        return core.chunk(chunk.tokens, core.sampling({"max_tokens": 1, "temperature": 0.0}, 1))
+            return core.chunk(chunk.tokens, chunk.media, core.sampling(chunk.sampling, room))
+        return core.chunk(chunk.tokens, chunk.media, core.sampling({"max_tokens": 1, "temperature": 0.0}, 1))
 
     def _hear(self, core: VllmCore, request: Request, output: Any) -> None:
         """One of vLLM's outputs. Only copies and hands over: who listens here must not be slow (hazard 6)."""

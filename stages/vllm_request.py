@@ -25,12 +25,24 @@ _CLOSE_TRIES = 100
 
 
 class Chunk(Struct):
-    """Input for the core. `final`: it ends a turn and is answered."""
+    """Input for the core. `final`: it ends a turn and is answered.
+
+    `media`: vLLM's own input, rendered, with what the placeholders among the tokens stand for; it stays in one piece.
+    """
 
     tokens: list[int]
     fence: Fence
     final: bool
     sampling: dict[str, Any]
+    media: Any = None
+
+    def take(self, other: "Chunk") -> bool:
+        """Add more input to this, unless one of them is of its own."""
+        if self.final or self.media is not None or other.media is not None:
+            return False
+        self.tokens += other.tokens
+        self.fence, self.sampling = other.fence, other.sampling
+        return True
 
 
 class Request:
@@ -51,7 +63,7 @@ class Request:
         self._limit = limit
         self._dropped = 0 if keeps_all_said else 1
         self._context = 0
-        self._held: list[int] = []
+        self._held: list[Chunk] = []
         self._waiting: deque[Chunk] = deque()
         self._news = asyncio.Event()
         self._still = asyncio.Event()
@@ -67,7 +79,7 @@ class Request:
     def unseen_tokens(self) -> int:
         """Input that the core's figures don't show yet."""
         flying = len(self.flying.tokens) if self.flying is not None and not self.said else 0
-        return flying + len(self._held) + sum(len(chunk.tokens) for chunk in self._waiting)
+        return flying + self._ahead
 
     @property
     def is_waiting(self) -> bool:
@@ -79,8 +91,11 @@ class Request:
 
         What a turn that still runs is going to say comes on top; so a chunk is measured again when it is its turn.
         """
-        ahead = len(self._held) + sum(len(chunk.tokens) for chunk in self._waiting)
-        return self._limit - 1 - self.context_tokens - ahead
+        return self._limit - 1 - self.context_tokens - self._ahead
+
+    @property
+    def _ahead(self) -> int:
+        return sum(len(chunk.tokens) for chunk in (*self._held, *self._waiting))
 
     def add(self, chunk: Chunk, *, prefill: bool) -> None:
         """Take input. A new turn makes the answers of older ones needless, but their input was said (I7)."""
@@ -88,20 +103,30 @@ class Request:
             self.fence = chunk.fence
             for older in self._waiting:
                 older.final = False
-        self._held += chunk.tokens
+        self._append(self._held, Chunk(list(chunk.tokens), chunk.fence, False, chunk.sampling, chunk.media))
         self.taken = True
         if chunk.final:
-            self._waiting.append(Chunk(self._held, chunk.fence, True, chunk.sampling))
+            *early, last = self._held or [Chunk([], chunk.fence, False, chunk.sampling)]
             self._held = []
-        elif prefill and len(self._held) > 1:
-            # The last token stays, so that the turn's end always has something to begin with.
+            for each in early:
+                self._append(self._waiting, each)
+            # Of its own, as the end of the turn.
+            self._waiting.append(Chunk(last.tokens, chunk.fence, True, chunk.sampling, last.media))
+        elif prefill and self._held:
+            # The last token, or what is in one piece, stays: so the turn's end always has something to begin with.
             *early, last = self._held
+            if last.media is None:
+                early.append(Chunk(last.tokens[:-1], last.fence, False, last.sampling))
+                last = Chunk(last.tokens[-1:], last.fence, False, last.sampling)
             self._held = [last]
-            if self._waiting and not self._waiting[-1].final:
-                self._waiting[-1].tokens += early
-            else:
-                self._waiting.append(Chunk(early, chunk.fence, False, chunk.sampling))
+            for each in early:
+                self._append(self._waiting, each)
         self._news.set()
+
+    @staticmethod
+    def _append(to: list[Chunk] | deque[Chunk], chunk: Chunk) -> None:
+        if chunk.tokens and not (to and to[-1].take(chunk)):
+            to.append(chunk)
 
     def land(self) -> None:
         """The chunk at the core has been worked off; the next one may go."""

@@ -1,4 +1,4 @@
-"""Prompts into tokens' order, and tokens into text, piece by piece.
+"""What a stage is told, and tokens into text, piece by piece.
 
 Responsible for what a vLLM stage takes as a prompt, and for text that never ends in half a letter. Leaves tokenizing
 itself to the model's tokenizer. Pure. Says no with a `ValueError` that the engine turns into `invalid_argument`.
@@ -6,6 +6,8 @@ itself to the model's tokenizer. Pure. Says no with a `ValueError` that the engi
 
 from collections.abc import Mapping
 from typing import Any, Protocol, cast
+
+from msgspec import Struct
 
 from stages.chunks import read_chunk
 
@@ -22,19 +24,38 @@ class Decoder(Protocol):
         ...
 
 
-def read_prompt(prompt: Any, vocabulary: int) -> list[int] | str:
-    """The tokens or the text in a prompt: a list of ints, `{"tokens": [...]}`, a str, `{"text": str}` or nothing.
+class Prompt(Struct, frozen=True):
+    """Tokens or text, and `media`, what vLLM calls `multi_modal_data`: by modality, for the placeholders among them."""
 
-    Raises `ValueError` for anything else, and for tokens outside of the `vocabulary`.
+    said: list[int] | str
+    media: Mapping[str, Any] | None = None
+
+
+def read_prompt(prompt: Any, vocabulary: int) -> Prompt:
+    """A prompt: a list of ints, `{"tokens": [...]}`, a str, `{"text": str}` or nothing.
+
+    A mapping may have `multi_modal_data` beside its tokens or text. Raises `ValueError` for anything else, and for
+    tokens outside of the `vocabulary`.
     """
+    media: Mapping[str, Any] | None = None
+    if isinstance(prompt, Mapping) and "multi_modal_data" in prompt:
+        fields = dict(cast("Mapping[Any, Any]", prompt))
+        found, prompt = fields.pop("multi_modal_data"), fields
+        if not isinstance(found, Mapping) or not found:
+            raise ValueError("multi_modal_data must be a mapping by modality, as {'audio': ...}")
+        media = {str(name): each for name, each in cast("Mapping[Any, Any]", found).items()}
+        if set(fields) not in ({"text"}, {"tokens"}):
+            raise ValueError(f"multi_modal_data goes with 'tokens' or 'text', not with keys {sorted(map(str, fields))}")
+    return Prompt(_read_said(prompt, vocabulary), media)
+
+
+def _read_said(prompt: Any, vocabulary: int) -> list[int] | str:
     if isinstance(prompt, Mapping):
         fields = cast("Mapping[Any, Any]", prompt)
         if set(fields) == {"text"}:
             prompt = fields["text"]
             if not isinstance(prompt, str):
                 raise ValueError(f"the value of 'text' is a {type(prompt).__name__}")
-        elif "multi_modal_data" in fields:
-            raise ValueError("multi-modal data is not taken yet")
     if isinstance(prompt, str):
         return prompt
     chunk = read_chunk(prompt)

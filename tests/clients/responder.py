@@ -53,6 +53,7 @@ class Responder:
     _refusals: dict[str, list[tuple[str, bool]]] = field(default_factory=lambda: defaultdict(list))
     _answers: dict[str, dict[str, Any]] = field(default_factory=dict)
     _changed: asyncio.Condition = field(default_factory=asyncio.Condition)
+    _publishing: asyncio.Lock = field(default_factory=asyncio.Lock)
 
     async def __aenter__(self) -> Self:
         self._redis = redis.asyncio.Redis.from_url(self.url, client_name=NAME, socket_timeout=10)
@@ -231,9 +232,11 @@ class Responder:
     async def _publish(self, session_id: str, kind: str, body: dict[str, Any]) -> None:
         life = self.lives.get(session_id)
         n = 1
-        if life is not None:
-            life.n += 1
-            n = life.n
-        fields: dict[Any, Any] = {"t": kind, "n": n, "b": msgpack.packb(body)}
-        with contextlib.suppress(ResponseError):  # a test may have spoilt the key
-            await self._redis.xadd(self.events_key(session_id), fields)
+        # One at a time: on two connections the later number may get there first, and the client would see a gap.
+        async with self._publishing:
+            if life is not None:
+                life.n += 1
+                n = life.n
+            fields: dict[Any, Any] = {"t": kind, "n": n, "b": msgpack.packb(body)}
+            with contextlib.suppress(ResponseError):  # a test may have spoilt the key
+                await self._redis.xadd(self.events_key(session_id), fields)

@@ -18,7 +18,7 @@ from stages.vllm_core import check_version
 from stages.vllm_engine import VllmEngine
 from stages.vllm_options import DEFAULT_MAX_TOKENS, read_sampling
 from stages.vllm_request import Chunk, Request
-from stages.vllm_text import TurnText, read_prompt
+from stages.vllm_text import Prompt, TurnText, read_prompt
 from tests.stages.ear import Ear
 
 
@@ -59,7 +59,7 @@ def test_another_version_of_vllm_is_refused_in_words(
     if works:
         assert check_version() == found
     else:
-        with pytest.raises(EngineConfigError, match=r"works with vLLM from 0\.32 up to, not including, 0\.34"):
+        with pytest.raises(EngineConfigError, match=r"works with vLLM from 0\.31 up to, not including, 0\.34"):
             check_version()
 
 
@@ -223,6 +223,53 @@ async def test_a_turn_of_nothing_is_answered_with_nothing() -> None:
         assert [chunk.final for chunk in line.empty] == [True]
 
 
+# What is in one piece, as sound.
+
+
+def sound(count: int, *, final: bool = False) -> Chunk:
+    return Chunk([9] * count, fence(), final, {}, {"type": "multimodal"})
+
+
+async def next_flying(line: Line) -> tuple[list[int], bool, bool]:
+    """The next chunk's tokens, whether it is in one piece, and whether it is answered."""
+    await line.next()
+    chunk = line.request.flying
+    assert chunk is not None
+    line.answer(1)
+    return chunk.tokens, chunk.media is not None, chunk.final
+
+
+async def test_what_is_in_one_piece_stays_so_between_tokens() -> None:
+    line = Line()
+    async with aclosing(line.feed):
+        line.add(2, final=False, prefill=False)
+        line.request.add(sound(3), prefill=False)
+        line.request.add(sound(2), prefill=False)
+        assert line.request.room() == 20 - 1 - 7
+        line.add(1, prefill=False)
+        assert await next_flying(line) == ([0, 1], False, False)
+        assert await next_flying(line) == ([9, 9, 9], True, False)
+        assert await next_flying(line) == ([9, 9], True, False)
+        assert await next_flying(line) == ([0], False, True)
+        assert line.request.context_tokens == 8
+
+
+async def test_a_piece_that_may_be_the_turns_last_is_kept_for_its_end() -> None:
+    line = Line()
+    async with aclosing(line.feed):
+        line.add(2, final=False)
+        assert await next_flying(line) == ([0], False, False)
+        line.request.add(sound(3), prefill=True)
+        assert await next_flying(line) == ([1], False, False), "what was the last token isn't any more"
+        line.request.add(sound(2), prefill=True)
+        assert await next_flying(line) == ([9, 9, 9], True, False)
+        line.add(0)
+        assert await next_flying(line) == ([9, 9], True, True)
+        line.request.add(sound(4, final=True), prefill=True)
+        assert await next_flying(line) == ([9] * 4, True, True)
+        assert not line.empty
+
+
 # Prompts and text.
 
 
@@ -248,6 +295,30 @@ def test_what_never_becomes_a_letter_is_given_out_in_the_end() -> None:
 
 
 def test_prompts_are_tokens_or_text() -> None:
-    assert read_prompt([1, 2], 10) == read_prompt({"tokens": [1, 2]}, 10) == [1, 2]
-    assert read_prompt("hi", 10) == read_prompt({"text": "hi"}, 10) == "hi"
-    assert read_prompt(None, 10) == read_prompt(b"", 10) == read_prompt([], 10) == []
+    assert read_prompt([1, 2], 10) == read_prompt({"tokens": [1, 2]}, 10) == Prompt([1, 2])
+    assert read_prompt("hi", 10) == read_prompt({"text": "hi"}, 10) == Prompt("hi")
+    assert read_prompt(None, 10) == read_prompt(b"", 10) == read_prompt([], 10) == Prompt([])
+
+
+def test_multi_modal_data_goes_with_tokens_or_text() -> None:
+    sound = {"audio": [(b"", 16_000)]}
+    assert read_prompt({"tokens": [1], "multi_modal_data": sound}, 10) == Prompt([1], sound)
+    assert read_prompt({"text": "hi", "multi_modal_data": sound}, 10) == Prompt("hi", sound)
+
+
+@pytest.mark.parametrize(
+    ("prompt", "why"),
+    [
+        ([10], "vocabulary has 10"),
+        ({"text": 3}, "is a int"),
+        (b"sound", "plan_append"),
+        ({"multi_modal_data": {"audio": []}}, "goes with"),
+        ({"tokens": [1], "text": "hi", "multi_modal_data": {"audio": []}}, "goes with"),
+        ({"tokens": [1], "multi_modal_data": {}}, "by modality"),
+        ({"tokens": [1], "multi_modal_data": [1]}, "by modality"),
+        ({"tokens": [10], "multi_modal_data": {"audio": []}}, "vocabulary has 10"),
+    ],
+)
+def test_what_is_no_prompt_is_told_why(prompt: Any, why: str) -> None:
+    with pytest.raises(ValueError, match=why):
+        read_prompt(prompt, 10)

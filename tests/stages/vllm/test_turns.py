@@ -142,7 +142,7 @@ async def test_s42_what_only_vllm_itself_refuses_ends_that_request_alone(
         ([1, 260], r"tokens\[1\] is 260; the model's vocabulary has 260"),
         ([-1], r"tokens\[0\]"),
         (b"\0\0", "from audio"),
-        ({"multi_modal_data": {}}, "multi-modal"),
+        ({"tokens": [1], "multi_modal_data": {"audio": [1]}}, "no multi-modal data"),
         ({"text": 3}, "'text' is a int"),
         (3.5, "float"),
     ],
