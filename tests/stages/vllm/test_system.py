@@ -104,6 +104,46 @@ async def test_a_barge_in_in_the_middle_of_an_answer_frees_the_core_and_the_next
         assert await core_holds(engine) == 0
 
 
+async def test_a_barge_in_empties_a_thinker_a_talker_and_a_voice(redis_url: str, tiny_model: Path) -> None:
+    """Two vLLMs and a torch module: tokens are the talker's prompt, its tokens are the voice's sound."""
+    options = copy.deepcopy(small_options(tiny_model))
+    sampling = {**options.pop("sampling"), "max_tokens": 100}
+    model = {"engine": "vllm", "capacity": SEATS - 1, "sampling": sampling, "options": options}
+    voice = {"module": "stages.modules.voice:Voice"}
+    stages = [
+        {"name": "thinker", **model},
+        {"name": "talker", **model},
+        {"name": "voice", "engine": "torch", "adapter": "stages.modules.spoken:voice_of", "options": voice},
+    ]
+    pipeline = parse_pipeline({"partitions": 2, "stages": stages}, "test")
+    import_module("vllm")
+    async with RunningSystem(redis_url, pipeline) as system, AsyncBargein(redis_url) as client:
+        engines = [stage._engine for stage in system.stages]
+
+        def held() -> list[int]:
+            return [engine.load().slots_used if engine is not None else -1 for engine in engines]
+
+        session = await client.open(input_modes=["append_tokens"])
+        for epoch in range(3):
+            await session.append(HELLO, mode="append_tokens", final=True)
+            heard = await events_until(
+                session, lambda event, epoch=epoch: isinstance(event, Output) and event.fence.epoch == epoch
+            )
+            assert heard[-1].kind == "audio"
+            assert held() == [1, 1, 1]
+            assert (await session.interrupt()).ok
+            assert held() == [0, 0, 0], "all three have let go when the reply comes"
+        await session.append(HELLO, mode="append_tokens", final=True)
+        heard = await events_until(session, is_turn_end)
+        epochs = [event.fence.epoch for event in heard if isinstance(event, Output)]
+        assert epochs == sorted(epochs)
+        assert (await session.close()).ok
+        assert held() == [0, 0, 0]
+        for engine in engines[:2]:
+            assert isinstance(engine, VllmEngine)
+            assert await core_holds(engine) == 0
+
+
 async def test_i8_sampling_that_the_engine_would_refuse_leaves_a_session_that_can_go_on(
     redis_url: str, pipeline: Pipeline
 ) -> None:
