@@ -32,7 +32,9 @@ EXPECTED = {
 
 
 def test_every_process_has_the_password_of_its_role_and_no_other() -> None:
-    assert {*SERVICES} == {"redis", *EXPECTED}
+    assert {*SERVICES} == {"redis", "prometheus", "grafana", *EXPECTED}
+    assert SERVICES["grafana"]["secrets"] == ["grafana"]
+    assert "secrets" not in SERVICES["prometheus"]
     for name, role in EXPECTED.items():
         settings = SERVICES[name]["environment"]
         url = urlsplit(settings["BARGEIN_REDIS_URL"])
@@ -43,12 +45,14 @@ def test_every_process_has_the_password_of_its_role_and_no_other() -> None:
 
 def test_the_server_has_all_passwords_and_makes_its_users_of_them() -> None:
     redis = SERVICES["redis"]
-    assert tuple(redis["secrets"]) == tuple(COMPOSE["secrets"]) == ROLES
+    assert tuple(redis["secrets"]) == ROLES
+    assert tuple(COMPOSE["secrets"]) == (*ROLES, "grafana")
     for role, secret in COMPOSE["secrets"].items():
         assert secret == {"file": f"./deploy/redis/secrets/{role}"}
-    for line in redis["volumes"]:
-        source = line.split(":")[0]
-        assert not source.startswith(".") or (ROOT / source).is_file(), source
+    for service in SERVICES.values():
+        for line in service["volumes"]:
+            source = line.split(":")[0]
+            assert not source.startswith(".") or (ROOT / source).exists(), source
     assert "--aclfile /run/users.acl" in redis["command"][-1]
 
 
@@ -58,8 +62,8 @@ def test_the_passwords_are_made_once_and_kept(tmp_path: Path) -> None:
         return {file.name: file.read_text() for file in sorted((tmp_path / "s").iterdir())}
 
     made = make()
-    assert tuple(sorted(made)) == tuple(sorted(ROLES))
-    assert len(set(made.values())) == len(ROLES)
+    assert tuple(sorted(made)) == tuple(sorted((*ROLES, "grafana")))
+    assert len(set(made.values())) == len(made)
     assert stat.S_IMODE((tmp_path / "s").stat().st_mode) == 0o700
     assert make() == made
     assert make_acl(tmp_path / "s").returncode == 0
