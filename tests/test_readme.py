@@ -11,11 +11,13 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import pytest
+import typer
 from redis.asyncio import Redis
 
 from control.store.keys import partition_of
 from control.wire.events import decode_event
 from tests.system import RunningSystem
+from workers.cli.main import app
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -77,3 +79,20 @@ def _pairs(entries: Any) -> list[tuple[Any, dict[bytes, bytes]]]:
 def test_the_partition_that_the_readme_names_is_the_right_one() -> None:
     assert partition_of("call-1", 16) == 0
     assert "bargein:{0}:commands" in (ROOT / "README.md").read_text()
+
+
+def commands(app: Any, before: str = "") -> set[str]:
+    """`send`, `config show`, ... as the command line has them."""
+    known = {f"{before}{name}" for name in app.commands}
+    groups = {name: group for name, group in app.commands.items() if hasattr(group, "commands")}
+    return known.union(*(commands(group, f"{before}{name} ") for name, group in groups.items()))
+
+
+def test_the_docs_name_commands_that_there_are() -> None:
+    known = commands(typer.main.get_command(app))
+    groups = {name.partition(" ")[0] for name in known if " " in name}
+    for path in (ROOT / "README.md", ROOT / "ARCHITECTURE.md", *sorted((ROOT / "docs").glob("*.md"))):
+        named = re.findall(r"(?:^|`)bargein ([a-z][a-z-]*)(?: ([a-z][a-z-]*))?", path.read_text(), re.MULTILINE)
+        for first, second in named:
+            assert first in known, f"{path.name}: bargein {first}"
+            assert first not in groups or not second or f"{first} {second}" in known, f"{path.name}: {first} {second}"
