@@ -125,6 +125,8 @@ async def make_model(folder: Path) -> Path:
         try:
             async with asyncio.timeout(MAKE_S):
                 said, _ = await process.communicate()
+        except TimeoutError:
+            raise Failure(f"making the tiny model took longer than {MAKE_S:g} s") from None
         finally:
             if process.returncode is None:
                 process.kill()

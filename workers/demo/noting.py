@@ -57,12 +57,14 @@ class NotingVllm(VllmEngine):
     async def stop(self) -> None:
         """As the base class, after a last question."""
         core = self._core
-        if core is not None and core.find_death() is None:
-            with contextlib.suppress(TimeoutError):
-                async with asyncio.timeout(HELD_S):
-                    self._note("held", count=await core.count_held())
-        await super().stop()
-        self._journal.close()
+        try:
+            if core is not None and core.find_death() is None:
+                with contextlib.suppress(TimeoutError):
+                    async with asyncio.timeout(HELD_S):
+                        self._note("held", count=await core.count_held())
+        finally:
+            await super().stop()
+            self._journal.close()
 
     def _hear(self, core: VllmCore, request: Request, output: Any) -> None:
         # Also what nobody will hear any more: the base class passes over that.
