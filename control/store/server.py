@@ -41,21 +41,22 @@ async def check_server(redis: Redis, url: str) -> dict[str, Any]:
     A server that is still reading its data answers nothing else yet; that is waited for, however long it takes (S53).
     """
     where = _public(url)
-    infos = await _fetch_infos(redis, where)
+    infos = await fetch_infos(redis, where)
     if any(info.get("loading") for info in infos):
         log.warning("Redis at %s is still loading its data; waiting", where)
     while any(info.get("loading") for info in infos):
         await asyncio.sleep(LOADING_S)
-        infos = await _fetch_infos(redis, where)
+        infos = await fetch_infos(redis, where)
     for info in infos:
-        _check_info(info, where)
+        check_info(info, where)
     if infos[0].get("cluster_enabled") and not isinstance(redis, RedisCluster):
         scheme, _, rest = where.partition("://")
         raise Unusable(f"Redis at {where} is a node of a cluster; say so: {scheme}{CLUSTER}://{rest}")
     return infos[0]
 
 
-def _check_info(info: dict[str, Any], where: str) -> None:
+def check_info(info: dict[str, Any], where: str) -> None:
+    """Raises `Unusable` for a server that is too old, or free to evict keys. `where`: without credentials."""
     version = str(info.get("redis_version", "0"))
     numbers = [int(digits) for digits in re.findall(r"\d+", version)[:2]]
     if tuple(numbers) < OLDEST:
@@ -68,8 +69,8 @@ def _check_info(info: dict[str, Any], where: str) -> None:
         )
 
 
-async def _fetch_infos(redis: Redis, where: str) -> list[dict[str, Any]]:
-    """INFO of the server, or of every master of a cluster."""
+async def fetch_infos(redis: Redis, where: str) -> list[dict[str, Any]]:
+    """INFO of the server, or of every master of a cluster. Raises `Unusable`; `where`: without credentials."""
     try:
         if isinstance(redis, RedisCluster):
             answers: Any = await redis.info(target_nodes=RedisCluster.PRIMARIES)

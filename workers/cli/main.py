@@ -38,6 +38,7 @@ COMMANDS = {
     "cleanups": Entry("workers.cli.look:cleanups", "The pending cleanups, oldest first.", LOOK),
     "workers": Entry("workers.cli.look:workers", "The control workers and stage workers.", LOOK),
     "partitions": Entry("workers.cli.look:partitions", "The partitions: owner, lease, backlog.", LOOK),
+    "doctor": Entry("workers.cli.doctor:doctor", "Is all well? What is wrong, and what to do about it.", LOOK),
     "drain": Entry("workers.cli.jobs:drain", "Empty a stage worker: no new sessions, the others end in time.", ACT),
     "close": Entry("workers.cli.jobs:close", "End the sessions that fulfil some conditions.", ACT),
     "retry": Entry("workers.cli.act:retry", "Try a session's pending cleanups again now.", ACT),
