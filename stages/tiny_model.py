@@ -45,18 +45,7 @@ def make_tiny_model(folder: str | Path, *, context: int = 1024, hidden: int = 64
     transformers: Any = import_module("transformers")
     folder = Path(folder)
     torch.manual_seed(7)
-    config = transformers.LlamaConfig(
-        vocab_size=VOCABULARY,
-        hidden_size=hidden,
-        intermediate_size=2 * hidden,
-        num_hidden_layers=layers,
-        num_attention_heads=hidden // 32,
-        num_key_value_heads=hidden // 32,
-        max_position_embeddings=context,
-        initializer_range=0.3,  # the default's greedy answers are one token over and over
-        bos_token_id=END_OF_TEXT,
-        eos_token_id=END_OF_TEXT,
-    )
+    config = transformers.LlamaConfig(vocab_size=VOCABULARY, **_sizes(context, hidden, layers))
     transformers.LlamaForCausalLM(config).to(torch.float32).save_pretrained(folder)
     _byte_tokenizer().save_pretrained(folder)
     return folder
@@ -75,18 +64,6 @@ def make_tiny_listener(folder: str | Path, *, context: int = 1024) -> Path:
     tokenizer = _byte_tokenizer()
     tokenizer.add_special_tokens({"additional_special_tokens": ["<|AUDIO|>", "<|audio_bos|>", "<|audio_eos|>"]})
     features = transformers.WhisperFeatureExtractor(feature_size=16, sampling_rate=16_000)
-    language: dict[str, Any] = {
-        "vocab_size": 272,
-        "hidden_size": 64,
-        "intermediate_size": 128,
-        "num_hidden_layers": 2,
-        "num_attention_heads": 2,
-        "num_key_value_heads": 2,
-        "max_position_embeddings": context,
-        "initializer_range": 0.3,
-        "bos_token_id": END_OF_TEXT,
-        "eos_token_id": END_OF_TEXT,
-    }
     ear: dict[str, Any] = {
         "num_mel_bins": 16,
         "encoder_layers": 1,
@@ -96,7 +73,7 @@ def make_tiny_listener(folder: str | Path, *, context: int = 1024) -> Path:
     }
     config = transformers.Qwen2AudioConfig(
         audio_config={"model_type": "qwen2_audio_encoder", **ear},
-        text_config={"model_type": "qwen2", **language},
+        text_config={"model_type": "qwen2", "vocab_size": 272, **_sizes(context, 64, 2)},
         audio_token_index=AUDIO,
     )
     transformers.Qwen2AudioForConditionalGeneration(config).to(torch.float32).save_pretrained(folder)
@@ -107,6 +84,21 @@ def make_tiny_listener(folder: str | Path, *, context: int = 1024) -> Path:
     once = {name.replace("language_model.model.model.", "language_model.model."): each for name, each in named.items()}
     safetensors.save_file(once, weights, metadata={"format": "pt"})
     return folder
+
+
+def _sizes(context: int, hidden: int, layers: int) -> dict[str, Any]:
+    """What both kinds of language model have in common."""
+    return {
+        "hidden_size": hidden,
+        "intermediate_size": 2 * hidden,
+        "num_hidden_layers": layers,
+        "num_attention_heads": hidden // 32,
+        "num_key_value_heads": hidden // 32,
+        "max_position_embeddings": context,
+        "initializer_range": 0.3,  # the default's greedy answers are one token over and over
+        "bos_token_id": END_OF_TEXT,
+        "eos_token_id": END_OF_TEXT,
+    }
 
 
 def _byte_tokenizer() -> Any:

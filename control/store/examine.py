@@ -71,7 +71,8 @@ async def examine(redis: Redis, address: str, partitions: int | None) -> list[Fi
     found += judge_controls(controls, rows)
     found += judge_stages((await fetch_stage_workers(redis)).rows)
     found += await _unless_forbidden("brakes", _look_at_brakes(redis))
-    found += judge_work(rows, (await fetch_cleanups(redis, config.partitions)).rows)
+    cleanups = await fetch_cleanups(redis, config.partitions)
+    found += judge_work(rows, cleanups.rows, more=cleanups.more)
     return found
 
 
@@ -176,8 +177,8 @@ def judge_stages(rows: Iterable[StageRow]) -> list[Finding]:
     return found or [Finding("stages", "warn", "no stage worker is known", advice)]
 
 
-def judge_work(rows: Iterable[PartitionRow], cleanups: Iterable[CleanupRow]) -> list[Finding]:
-    """What waits, and for how long; `cleanups`: the oldest first."""
+def judge_work(rows: Iterable[PartitionRow], cleanups: Iterable[CleanupRow], *, more: bool = False) -> list[Finding]:
+    """What waits, and for how long; `cleanups`: the oldest first, `more`: there are others."""
     rows = list(rows)
     waiting = sum((row.commands or 0) + (row.acks or 0) for row in rows)
     oldest_ms = max((row.oldest_ms or 0 for row in rows), default=0)
@@ -189,7 +190,9 @@ def judge_work(rows: Iterable[PartitionRow], cleanups: Iterable[CleanupRow]) -> 
         "see BargeinCommandsWait in docs/runbooks.md" if is_old else "",
     )
     pending = list(cleanups)
-    cleaning = Finding("cleanups", "ok", f"{len(pending)} pending" if pending else "none is pending")
+    cleaning = Finding(
+        "cleanups", "ok", f"{'more than ' if more else ''}{len(pending)} pending" if pending else "none is pending"
+    )
     if pending and pending[0].age_ms > OLD_CLEANUP_MS:
         first = pending[0]
         found = f"{first.session_id} has waited {first.age_ms / 1000:.0f} s for {', '.join(first.waits_for)}"

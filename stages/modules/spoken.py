@@ -16,9 +16,8 @@ from stages.chunks import read_chunk
 from stages.policy import AppendPlan, DefaultPolicy
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping, Sequence
+    from collections.abc import Sequence
 
-    from control.core.fence import Fence
     from stages.engine import Output
 
 RATE_HZ = 16_000
@@ -61,52 +60,14 @@ def _frames() -> list[bytes]:
 class SpokenPolicy(DefaultPolicy):
     """The default policy, with audio made tokens before the first stage gets it."""
 
-    def plan_append(
-        self,
-        *,
-        request_id: str,
-        session_id: str,
-        fence: Fence,
-        session_config: Mapping[str, Any],
-        runtime_config: Mapping[str, Any],
-        seq: int,
-        turn_seq: int,
-        mode: str,
-        payload: Any,
-        final: bool,
-        sampling: Any,
-    ) -> AppendPlan:
+    def plan_append(self, **hook: Any) -> AppendPlan:
         """Tokens, of audio or as they came. Raises `ValueError`."""
-        plan = super().plan_append(
-            request_id=request_id,
-            session_id=session_id,
-            fence=fence,
-            session_config=session_config,
-            runtime_config=runtime_config,
-            seq=seq,
-            turn_seq=turn_seq,
-            mode=mode,
-            payload=payload,
-            final=final,
-            sampling=sampling,
-        )
-        chunk = read_chunk(plan.prompt)
+        chunk = read_chunk(super().plan_append(**hook).prompt)
         return AppendPlan(encode_speech(chunk.data) if isinstance(chunk.data, bytes) else chunk.data)
 
 
-def voice_of(
-    *,
-    request_id: str,
-    session_id: str,
-    stage_id: int,
-    fence: Fence,
-    seq: int,
-    output: Output,
-    session_config: Mapping[str, Any],
-    runtime_config: Mapping[str, Any],
-) -> AppendPlan:
+def voice_of(*, output: Output, **_: Any) -> AppendPlan:
     """An adapter: the model's tokens as audio. Raises `TypeError` for what isn't tokens."""
-    del request_id, session_id, stage_id, fence, seq, session_config, runtime_config
     if output.kind != "tokens":
         raise TypeError(f"speech is made of tokens, not of {output.kind}")
     return AppendPlan(decode_speech(output.data))

@@ -116,7 +116,10 @@ def test_what_waits_for_long_is_bad_and_what_was_set_aside_worth_a_look() -> Non
     assert (cleaning.verdict, cleaning.found) == ("bad", "s has waited 61 s for ear-1")
     assert dead.verdict == "warn"
     row = partition(0, commands=3, oldest_ms=900)
-    assert {each.verdict for each in judge_work([row], [CleanupRow(age_ms=900, **cleanup)])} == {"ok"}
+    young = CleanupRow(age_ms=900, **cleanup)
+    assert {each.verdict for each in judge_work([row], [young])} == {"ok"}
+    assert judge_work([row], [young])[1].found == "1 pending"
+    assert judge_work([row], [young], more=True)[1].found == "more than 1 pending"
 
 
 def test_many_silent_workers_are_the_brakes_and_one_alone_is_not() -> None:
