@@ -88,10 +88,18 @@ def test_the_adapter_says_tokens_and_nothing_else() -> None:
 
 def test_an_answer_runs_dry_only_where_its_next_piece_is_late() -> None:
     answer = _Answer([(10.0, 0.5), (10.5, 0.5), (10.6, 0.1)])
-    assert answer.dry_s() == 0.0
+    assert answer.dry_s(11.0) == 0.0
+    assert answer.end_s == pytest.approx(11.1 + BUFFER_S)
     answer = _Answer([(10.0, 0.5), (10.0 + BUFFER_S + 0.5 + 0.3, 0.5), (12.0, 0.5)])
-    assert answer.dry_s() == pytest.approx(0.3 + (12.0 - (10.8 + BUFFER_S + 0.5)))
-    assert _Answer().dry_s() == 0.0
+    assert answer.dry_s(12.0) == pytest.approx(0.3 + (12.0 - (10.8 + BUFFER_S + 0.5)))
+    assert _Answer().dry_s(12.0) == 0.0
+
+
+def test_an_answer_that_stops_before_its_end_is_dry_until_it_is_interrupted() -> None:
+    begun = [(10.0, 0.5)]
+    assert _Answer(begun).dry_s(10.0 + BUFFER_S + 0.5) == pytest.approx(0.0)
+    assert _Answer(begun).dry_s(10.0 + BUFFER_S + 0.7) == pytest.approx(0.2)
+    assert _Answer(begun, ended=True).dry_s(20.0) == 0.0
 
 
 @pytest.mark.parametrize(

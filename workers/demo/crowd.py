@@ -68,15 +68,22 @@ class _Answer:
     pieces: list[tuple[float, float]] = field(default_factory=list["tuple[float, float]"])
     ended: bool = False
 
-    def dry_s(self) -> float:
-        """How long nothing was heard between its beginning and its end."""
-        if not self.pieces:
-            return 0.0
-        dry_s, end_s = 0.0, self.pieces[0][0] + BUFFER_S
+    def dry_s(self, until_s: float) -> float:
+        """How long nothing was heard between its beginning and its end, or `until_s` where more is to come."""
+        dry_s, end_s = self._play()
+        return dry_s if self.ended or not self.pieces else dry_s + max(0.0, until_s - end_s)
+
+    @property
+    def end_s(self) -> float:
+        """When what has come will have been heard."""
+        return self._play()[1]
+
+    def _play(self) -> tuple[float, float]:
+        dry_s, end_s = 0.0, self.pieces[0][0] + BUFFER_S if self.pieces else 0.0
         for at_s, length_s in self.pieces:
             dry_s += max(0.0, at_s - end_s)
             end_s = max(at_s, end_s) + length_s
-        return dry_s
+        return dry_s, end_s
 
 
 class User:
@@ -124,9 +131,11 @@ class User:
         self._crowd.first_s.append(first_s)
         if interrupts:
             await asyncio.sleep(max(0.0, answer.pieces[0][0] + HEARD_S - time.monotonic()))
+            dry_s = answer.dry_s(time.monotonic())
             await self._interrupt()
         elif await self._until(lambda: answer.ended, spoken_s + GIVE_UP_S + ANSWER_TOKENS / 50):
-            await asyncio.sleep(BUFFER_S)
+            await asyncio.sleep(max(0.0, answer.end_s - time.monotonic()))
+            dry_s = answer.dry_s(time.monotonic())
         else:
             self._miss("the answer had no end")
             return
@@ -135,7 +144,7 @@ class User:
             self._troubles.clear()
         elif first_s > FIRST_S:
             self._miss(f"the answer came after more than {FIRST_S:g} s")
-        elif answer.dry_s() > DRY_S:
+        elif dry_s > DRY_S:
             self._miss(f"the answer ran dry for more than {DRY_S:g} s")
 
     async def _speak(self) -> float:
